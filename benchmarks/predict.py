@@ -3,11 +3,13 @@
     python -m benchmarks.predict build --folder F [--rows 20000000]
     python -m benchmarks.predict whole --folder F
     python -m benchmarks.predict killed --folder F [--kills 2]
+    python -m benchmarks.predict row --folder F
 
 ``build`` generates a set, ``F/set``, with ``--rows`` test rows, and trains Wide & Deep on other
 rows (the run ``F/run``). ``whole`` scores the test rows into ``F/whole`` and records the rows per
 CPU second and the memory of the ranks. ``killed`` does the same with SIGKILLs of all ranks after
-some finished blocks, and compares its files with those of ``whole``.
+some finished blocks, and compares its files with those of ``whole``. ``row`` records the CPU time
+of ``sbpflow predict`` for one raw row, and that of a Python process that only imports torch.
 """
 
 import argparse
@@ -17,9 +19,11 @@ import os
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cpu_criteo import run
@@ -29,6 +33,7 @@ from benchmarks.serving_tools import ROOT, memory_mb
 RANKS = 2
 ROWS = 20_000_000
 BATCH_ROWS = 8192
+REPEATS = 9
 
 
 def build(folder: Path, rows: int) -> None:
@@ -112,6 +117,32 @@ def score(folder: Path, output: Path, block_rows: int, kills: int) -> dict[str, 
     return {**found, "cpu_s": round(cpu, 1), "rows_per_cpu_s": round(num_rows / cpu)}
 
 
+def cpu_s_of(words: Sequence[str]) -> float:
+    """Return the CPU time of a Python process, which must succeed."""
+    # Python must be able to save compiled modules, as it does for users.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=env, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(getattr(after, key) - getattr(before, key) for key in ("ru_utime", "ru_stime"))
+
+
+def measure_row(folder: Path) -> None:
+    """Record the CPU time of scoring one raw row, alternating with the import of torch."""
+    row = folder / "row.tsv"
+    run("-m", "sbpflow", "synth", "--rows", "1", "--format", "tsv", "--output", str(row))
+    words = ["-m", "sbpflow", "predict", "--checkpoint", folder / "run", "--input", row,
+             "--output", folder / "row.csv", "--overwrite"]  # fmt: skip
+    predict, torch = [*map(str, words)], ["-c", "import torch"]
+    cpu_s_of(predict)  # the first process saves compiled modules
+    pairs = [(cpu_s_of(predict), cpu_s_of(torch)) for _ in range(REPEATS)]
+    times = {"predict_cpu_s": [a for a, _ in pairs], "import_torch_cpu_s": [b for _, b in pairs]}
+    Results("predict", "row").add(
+        **{name: round(statistics.median(values), 2) for name, values in times.items()},
+        **{f"{name}_range": [round(f(v), 2) for f in (min, max)] for name, v in times.items()},
+    )
+
+
 def different_files(one: Path, other: Path) -> list[str]:
     """Return the names of files that are missing or differ."""
     names = {path.name for folder in (one, other) for path in folder.glob("part-*")}
@@ -121,7 +152,7 @@ def different_files(one: Path, other: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("build", "whole", "killed"))
+    parser.add_argument("what", choices=("build", "whole", "killed", "row"))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--block-rows", type=int, default=1_000_000)
@@ -130,6 +161,9 @@ def main() -> None:
     folder = args.folder
     if args.what == "build":
         build(folder, args.rows)
+        return
+    if args.what == "row":
+        measure_row(folder)
         return
     kills = args.kills if args.what == "killed" else 0
     found = score(folder, folder / args.what, args.block_rows, kills)

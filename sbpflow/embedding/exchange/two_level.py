@@ -75,7 +75,11 @@ class TwoLevelGroup(RowGroup):
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        batch.lookups = [Lookup(self.take(batch, "ids", sum(_merged(batch).incoming)))]
+        incoming = _merged(batch).incoming
+        lookup = Lookup(self.take(batch, "ids", sum(incoming)))
+        # Every rank sent its merged rows in ascending order.
+        lookup.ascending = tuple(incoming)
+        batch.lookups = [lookup]
 
     def lookup(self, batch: RowsInFlight) -> None:
         merged = _merged(batch)
@@ -86,7 +90,7 @@ class TwoLevelGroup(RowGroup):
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         merged, step = _merged(batch), self.step(batch, "vectors", HOST)
         rows = self.take(batch, "vectors", sum(merged.requested))
-        rows = rows.index_select(0, merged.lookup.inverse())
+        rows = merged.lookup.take(rows, merged.lookup.inverse())
         pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
         batch.rows = received(step, pending, sum(batch.requested)).to(self.plan.dtype)
         return super().gather_outputs(batch)
