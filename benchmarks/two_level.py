@@ -13,6 +13,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ RANKS = 4
 SHAPE = replace(SHAPES["d128"], table_rows=50_000, rows_per_rank=8192, num_batches=6)
 LAYOUTS = ("unique", "two_level")
 MBIT = 1e6 / 8  # bytes per second
+HEADER_BYTES = 14 + 20 + 32  # Ethernet, IPv4, and TCP with timestamps
 ROW_BYTES = 4 + 2 * 4 * SHAPE.dim  # an id, a row, and its gradient
 WORLDS = ((2, 2, 8192), (2, 8, 2048), (8, 8, 1024), (8, 8, 8192), (64, 8, 8192))
 
@@ -50,9 +52,11 @@ def far_rows(shape: Shape, hosts: int, width: int, step: int) -> tuple[float, fl
     return flat / hosts * (hosts - 1) / hosts, merged / hosts * (hosts - 1) / hosts
 
 
-def sent_bytes() -> int:
-    """Return the number of bytes sent by this host's interface to the other host."""
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+def sent() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return how many bytes, and how many of these without headers, this host has sent so far."""
+    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
+    size, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    return np.array([size, size - HEADER_BYTES * packets])
 
 
 def work(args: argparse.Namespace) -> None:
@@ -71,22 +75,22 @@ def work(args: argparse.Namespace) -> None:
         }
         losses = {layout: trainers[layout].pipelined(args.steps) for layout in LAYOUTS}
         wall = {layout: list[float]() for layout in LAYOUTS}
-        wire = {layout: list[float]() for layout in LAYOUTS}
+        wire = {layout: list[Any]() for layout in LAYOUTS}
         busy = {layout: list[float]() for layout in LAYOUTS}
         for turn in range(args.turns):
             for layout in LAYOUTS[:: 1 if turn % 2 else -1]:
                 world.barrier()
-                start, cpu, before = time.perf_counter(), time.process_time(), sent_bytes()
+                start, cpu, before = time.perf_counter(), time.process_time(), sent()
                 losses[layout] += trainers[layout].pipelined(args.steps)
                 busy[layout].append((time.process_time() - cpu) / args.steps)
                 world.barrier()
                 wall[layout].append((time.perf_counter() - start) / args.steps)
-                wire[layout].append((sent_bytes() - before) / args.steps)
+                wire[layout].append((sent() - before) / args.steps)
         if world.rank:
             return
         difference = np.abs(np.subtract(*losses.values())).max()
         flat_s, two_s = (statistics.median(wall[layout]) for layout in LAYOUTS)
-        flat_bytes, two_bytes = (statistics.median(wire[layout]) for layout in LAYOUTS)
+        flat_bytes, two_bytes = (np.median(wire[layout], 0) for layout in LAYOUTS)
         rows = [far_rows(SHAPE, 2, 2, step) for step in range(SHAPE.num_batches)]
         expected = [ROW_BYTES * float(np.mean(side)) for side in zip(*rows, strict=True)]
         # In the ring that sums the dense gradients, only one rank of each host sends to the other
@@ -98,12 +102,12 @@ def work(args: argparse.Namespace) -> None:
             flat_ms=[round(1e3 * s, 1) for s in wall["unique"]],
             two_level_ms=[round(1e3 * s, 1) for s in wall["two_level"]],
             speedup=round(flat_s / two_s, 3),
-            flat_host_bytes=round(flat_bytes),
-            two_level_host_bytes=round(two_bytes),
+            flat_host_bytes=round(flat_bytes[1]),
+            two_level_host_bytes=round(two_bytes[1]),
             formula_flat_bytes=round(expected[0] + dense),
             formula_two_level_bytes=round(expected[1] + dense),
             cpu_ms=[round(1e3 * statistics.median(busy[layout]), 1) for layout in LAYOUTS],
-            realised=round((flat_s - two_s) * rate / (flat_bytes - two_bytes), 3),
+            realised=round((flat_s - two_s) * rate / (flat_bytes[0] - two_bytes[0]), 3),
             largest_loss_difference=float(difference),
             losses=[losses["two_level"][0], losses["two_level"][-1]],
         )
@@ -144,7 +148,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit"])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--simulate", action="store_true")
     args = parser.parse_args()
     if args.worker:
