@@ -129,9 +129,14 @@ def cpu_s_of(words: Sequence[str]) -> float:
 
 def measure_row(folder: Path) -> None:
     """Record the CPU time of scoring one raw row, alternating with the import of torch."""
-    row = folder / "row.tsv"
-    run("-m", "sbpflow", "synth", "--rows", "1", "--format", "tsv", "--output", str(row))
-    words = ["-m", "sbpflow", "predict", "--checkpoint", folder / "run", "--input", row,
+    rows, row, data, trained = (folder / name for name in ("text.tsv", "row.tsv", "text", "small"))
+    folder.mkdir(parents=True, exist_ok=True)
+    run("-m", "sbpflow", "synth", "--rows", "20000", "--vocab-scale", "0.1", "--format", "tsv",
+        "--output", str(rows))  # fmt: skip
+    run("-m", "sbpflow", "prepare", "--input", str(rows), "--output", str(data))
+    run("train_wdl.py", "--config", "configs/demo.yaml", f"data.path={data}", f"run.dir={trained}")
+    row.write_text(rows.read_text().splitlines()[-1] + "\n")
+    words = ["-m", "sbpflow", "predict", "--checkpoint", trained, "--input", row,
              "--output", folder / "row.csv", "--overwrite"]  # fmt: skip
     predict, torch = [*map(str, words)], ["-c", "import torch"]
     cpu_s_of(predict)  # the first process saves compiled modules
