@@ -142,7 +142,7 @@ def measure_row(folder: Path) -> None:
     cpu_s_of(predict)  # the first process saves compiled modules
     pairs = [(cpu_s_of(predict), cpu_s_of(torch)) for _ in range(REPEATS)]
     times = {"predict_cpu_s": [a for a, _ in pairs], "import_torch_cpu_s": [b for _, b in pairs]}
-    Results("predict", "row").add(
+    Results("predict_row").add(
         **{name: round(statistics.median(values), 2) for name, values in times.items()},
         **{f"{name}_range": [round(f(v), 2) for f in (min, max)] for name, v in times.items()},
     )

@@ -319,9 +319,10 @@ def test_requests_took_the_recorded_cpu_times():
     assert f"The empty server takes {empty}." in PAGES["serving"]
 
 
-def test_predictions_of_killed_ranks_equal_the_others():
+def test_predictions_took_the_recorded_times_and_memory():
     lines = {line["benchmark"]: line for line in read("predict.jsonl")}
     whole, killed = lines["whole"], lines["killed"]
+    (row,) = read("predict_row.jsonl")
     assert (killed["kills"], killed["different_files"]) == (2, 0)
     text = PAGES["serving"].replace("\n", " ")
     for value in (
@@ -330,6 +331,8 @@ def test_predictions_of_killed_ranks_equal_the_others():
         f"{whole['rows_per_cpu_s']:,} rows per second of CPU time",
         f"{whole['anonymous_mb_highest_of_first_half']:,.0f} MB in the first half",
         f"{whole['anonymous_mb_highest_of_second_half']:,.0f} MB in the second",
+        f"{row['predict_cpu_s']:.2f} s of CPU time, of which importing torch takes "
+        f"{row['import_torch_cpu_s']:.2f} s",
     ):
         assert value in text
 
@@ -421,6 +424,15 @@ def test_evictions_took_the_recorded_times():
         f"(before, {min(full[old]):.1f} to {max(full[old]):.1f} ns)",
     ):
         assert value in text
+
+
+def test_growing_tables_cost_the_recorded_auc_on_criteo_rows():
+    words = " ".join(PAGES["engine"].split())
+    for line in read("growth_criteo.jsonl"):
+        lost, plus_minus = -line["difference"], line["plus_minus"]
+        assert f"{lost:.4f} +- {plus_minus:.4f} lower than with" in words
+        assert f"on {line['rows']:,} rows" in words
+        assert f"{len(line['differences'])} seeds" in words
 
 
 def test_a_limited_table_follows_drifting_rows():
