@@ -21,7 +21,8 @@ READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
 # Price of waiting for a hop within the host, derived from the time of a step at 1 Gbit/s
-# (``benchmarks.two_level``, 2 cores for 4 ranks, AMD EPYC, 2026-11).
+# (``benchmarks.two_level``, 2 cores for 4 ranks, AMD EPYC, 2026-11) with TCP's BBR. With cubic, the
+# wait is shorter.
 HOP_NS_PER_BYTE = 2.5
 GROUP_MS, STACK_MS = 2.5, 0.5
 
