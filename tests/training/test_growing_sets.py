@@ -171,7 +171,7 @@ def test_a_run_with_deltas_resumes_and_predicts_bit_for_bit(run, monkeypatch, ba
 def test_a_run_continues_on_rows_of_another_day(run, capfd):
     checkpoint = run / "run" / "checkpoints" / "step-32"
     assert start(run, run / "second", "later", f"checkpoint.resume={checkpoint}") == 0
-    assert f"at the first row of {run / 'second'}, which has other rows" in capfd.readouterr().err
+    assert f"step-32, at the first row of {run / 'second'}\n" in capfd.readouterr().err
     before, after = steps_of(run / "run")[-1], steps_of(run / "later")[-1]
     assert after["step"] == 64
     for name in ("live", "admitted"):

@@ -261,8 +261,8 @@ def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start
         logger.warning("skipped an unusable checkpoint: %s", reason)
         newest = previous
     start = _start(open_checkpoint(newest), decision, data)
-    other = "" if start.cursor else f", at the first row of {data.path}, which has other rows"
-    logger.info("resuming after step %d from %s%s", start.step, newest, other)
+    anew = "" if start.cursor else f", at the first row of {data.path}"
+    logger.info("resuming after step %d from %s%s", start.step, newest, anew)
     return start
 
 
