@@ -113,14 +113,22 @@ def _losses(events: list[Event]) -> list[float]:
     return [event["loss"] for event in events if event["event"] == "step"]
 
 
+def parse_with_rows(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
+    """Add --input and parse the arguments; return None, with a message, if no rows are given."""
+    parser.add_argument("--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"))
+    args = parser.parse_args()
+    if args.input:
+        return args
+    print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    args = parser.parse_args()
-    if not args.input:
-        print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
+    args = parse_with_rows(parser)
+    if args is None:
         return
     results = Results("cpu_criteo")
     with tempfile.TemporaryDirectory() as scratch:

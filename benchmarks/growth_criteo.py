@@ -11,12 +11,11 @@ of test AUC, with a 95% interval (Student's t) over the seeds.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.cpu_criteo import run
+from benchmarks.cpu_criteo import parse_with_rows, run
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.data import load_manifest
@@ -36,11 +35,9 @@ def test_auc(data: Path, folder: Path, seed: int, *words: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"))
     parser.add_argument("--seeds", type=int, default=16)
-    args = parser.parse_args()
-    if not args.input:
-        print("skipped: pass --input FILE, or set SBPFLOW_CRITEO_ROWS, to use genuine rows")
+    args = parse_with_rows(parser)
+    if args is None:
         return
     results = Results("growth_criteo")
     with tempfile.TemporaryDirectory() as name:

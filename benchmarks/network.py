@@ -17,6 +17,8 @@ HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # names uniq
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "wire"
 BURST_S, LEAST_BURST = 0.002, 1 << 16
+# TCP uses cubic, Linux's default, even if the machine's default differs.
+_CUBIC = f"ip route replace 10.77.0.0/24 dev {INTERFACE} congctl cubic".split()
 
 
 def sending_rates(rate: str) -> list[str]:
@@ -48,7 +50,7 @@ def _shape_of(device: str, rate: str) -> list[str]:
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
     """Yield, for each host, a command prefix that runs a command on it.
 
-    ``rate`` is in tc's notation, such as "1gbit"; see ``sending_rates``.
+    ``rate`` is, for example, "1gbit" or "100mbit"; see ``sending_rates``.
     """
     rates = sending_rates(rate)
     try:
@@ -63,9 +65,7 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
             _run(*inside, "ip", "link", "set", INTERFACE, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
             _run(*inside, *_shape_of(INTERFACE, sending))
-            # Linux's default for TCP, although some machines use another one
-            subnet = f"{address.rpartition('.')[0]}.0/24"
-            _run(*inside, "ip", "route", "replace", subnet, "dev", INTERFACE, "congctl", "cubic")
+            _run(*inside, *_CUBIC)
         yield [["ip", "netns", "exec", host] for host in HOSTS]
     finally:
         _take_down()
@@ -75,7 +75,7 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
 def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list[str]]]:
     """Yield command prefixes and addresses of hosts that are connected to one switch.
 
-    ``rates`` limits the link of each host in both directions, in tc's notation.
+    ``rates`` limits the link of each host in both directions, such as "100mbit".
     """
     names = [f"sbp{os.getpid()}-h{number}" for number in range(len(rates))]
     switch = f"sbp{os.getpid()}-switch"
@@ -96,6 +96,7 @@ def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list
             _run(*host, "ip", "addr", "add", f"{addresses[number]}/24", "dev", INTERFACE)
             for device in (INTERFACE, "lo"):
                 _run(*host, "ip", "link", "set", device, "up")
+            _run(*host, *_CUBIC)
             for place, device in ((inside, port), (host, INTERFACE)):
                 _run(*place, *_shape_of(device, rate))
         yield [["ip", "netns", "exec", name] for name in names], addresses
