@@ -88,8 +88,8 @@ def _bandwidths(setting: Setting) -> tuple[float, float]:
     batch = setting.task.batch_size
     read = 4.0 * batch * float((setting.dims * setting.pooling).sum())
     sent = 4.0 * batch * float(setting.dims.sum())
-    work, transfers, _ = setting.rows.sum(axis=0)
-    return 3.0 * read / max(float(work), 1e-9), 2.0 * sent / max(float(transfers), 1e-9)
+    work, *transfers, _ = setting.rows.sum(axis=0)
+    return 3.0 * read / max(float(work), 1e-9), 2.0 * sent / max(float(sum(transfers)), 1e-9)
 
 
 def _move(setting: Setting, table: int, sharding: Any) -> Move:  # noqa: ANN401

@@ -186,6 +186,7 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         ranks_per_node=ranks_per_node,
         within_gb_per_s=WITHIN_HOST_GB_PER_S,
         between_gb_per_s=gbit * ETHERNET_SHARE / 8 / ranks_per_node,
+        ranks_per_link=ranks_per_node,
         within_call_ms=ETHERNET_CALL_MS,
         between_call_ms=ETHERNET_CALL_MS,
     )

@@ -13,11 +13,10 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import Planned
 from sbpflow.planner.search.bounds import Bound, bound
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.problem import BYTES, Floats, State
+from sbpflow.planner.search.problem import BYTES, TIMES, Floats, State
 from sbpflow.planner.task import Choice
 
-KINDS = ("work", "transfers")
-COLORS = ("#4477aa", "#ee6677")
+COLORS = ("#4477aa", "#ccbb44", "#ee6677", "#aa3377")
 SEEDS_SHOWN = 2
 
 
@@ -43,7 +42,7 @@ class Report:
 
     @property
     def kinds(self) -> Floats:
-        """Return the ms of work and of transfers, [ranks, 2]."""
+        """Return the ms of work and of each phase of transfers, [ranks, times]."""
         return self.planned.priced.loads[:, :BYTES]
 
 
@@ -96,7 +95,7 @@ def as_tree(report: Report) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
-                "ms": dict(zip(KINDS, map(float, kinds[rank]), strict=True)),
+                "ms": dict(zip(TIMES, map(float, kinds[rank]), strict=True)),
                 "memory_bytes": int(prediction.memory_bytes[rank]),
                 "sent_bytes": int(prediction.sent_bytes[rank]),
                 "tables": [name for name, choice in planned.plan.items() if rank in choice.ranks],
@@ -141,9 +140,9 @@ def as_text(report: Report) -> str:
         "the bound applies to predicted step times, not to measured ones",
         "",
     ]
-    rows: list[tuple[str, ...]] = [("rank", *KINDS, "memory MB", "sent MB", "tables")]
+    rows: list[tuple[str, ...]] = [("rank", *TIMES, "memory MB", "sent MB", "tables")]
     for rank in tree["ranks"]:
-        times = [f"{rank['ms'][kind]:.3f}" for kind in KINDS]
+        times = [f"{rank['ms'][kind]:.3f}" for kind in TIMES]
         size, sent = rank["memory_bytes"] / 1e6, rank["sent_bytes"] / 1e6
         rows.append(
             (str(rank["rank"]), *times, f"{size:.1f}", f"{sent:.2f}", str(len(rank["tables"])))
@@ -197,7 +196,7 @@ def as_html(report: Report) -> str:
         y = 10 + rank * height
         bars.append(f'<text x="0" y="{y + 15}" font-size="12">{rank}</text>')
         for place, ms in enumerate(row):
-            title = html.escape(f"rank {rank}, {KINDS[place]}: {ms:.3f} ms")
+            title = html.escape(f"rank {rank}, {TIMES[place]}: {ms:.3f} ms")
             bars.append(
                 f'<rect x="{40 + scale * starts[place]:.1f}" y="{y}" height="{height - 4}" '
                 f'width="{max(scale * ms, 0.5):.1f}" fill="{COLORS[place]}">'

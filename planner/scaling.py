@@ -71,7 +71,7 @@ def _table(args: Namespace) -> str:
         fits = "" if planned.priced.feasible else "  does not fit"
         lines.append(
             f"{cost.task.world_size:>6} {planned.priced.ms:>9.3f} {samples_per_s:>12,.0f} "
-            f"{100 * loads[:, 1].max() / planned.priced.ms:>13.0f}% "
+            f"{100 * loads[:, 1:BYTES].max(axis=0).sum() / planned.priced.ms:>13.0f}% "
             f"{loads[:, BYTES].max() / 1e9:>12.2f}{fits}"
         )
     about = {key: profile.about.get(key) for key in ("from", "cpu", "device", "taken")}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from sbpflow.costs.prices import shared
 from sbpflow.embedding.plan.exchanges import EXCHANGES
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
@@ -85,9 +86,10 @@ def problem_of(
         options=tuple(options),
         limit_bytes=np.array(task.device_bytes or (NO_LIMIT,) * size, dtype=np.float64),
         key_loads=model.prices,
-        base=base * model.slowness,
+        base=shared(base * model.slowness, model.ranks_per_link),
         present=tuple(present),
         slowness=model.slowness,
+        ranks_per_link=model.ranks_per_link,
     )
 
 

@@ -117,7 +117,16 @@ class Journal:
             totals=np.array(entry.totals),
             rounds_ms=entry.rounds_ms,
             num_hosts=int(self._facts["hosts"]),
+            ranks_per_link=self._ranks_per_link(),
         )
+
+    def _ranks_per_link(self) -> int:
+        """Return the number of ranks that share a link to other hosts. With gloo, these are the
+        ranks of a host; with NCCL, every GPU is assumed to have its own network adapter.
+        """
+        ranks, backend = self._facts["world"].split()
+        hosts = int(self._facts["hosts"])
+        return int(ranks) // hosts if backend == "gloo" and hosts > 1 else 1
 
     def add(self, sample: Sample, number: int, name: str, plan: Plan, ms: list[float]) -> None:
         """Store the measurement of one plan."""

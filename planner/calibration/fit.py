@@ -1,10 +1,10 @@
 """Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
-A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank.
-First, a few factors are fitted almost without a penalty: one each for all constants of work, the
-dense part, the fixed time of a step, bytes, and calls. These factors adapt the constants to the
-machine and its link. Then each price may deviate from its scaled constant, at a penalty. All errors
-are measured on tasks that were not used in the fit.
+A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank in
+each phase. First, a few factors are fitted almost without a penalty: one each for all constants of
+work, the dense part, the fixed time of a step, bytes, and calls. These factors adapt the constants
+to the machine and its link. Then each price may deviate from its scaled constant, at a penalty. All
+errors are measured on tasks that were not used in the fit.
 """
 
 import statistics
@@ -15,14 +15,14 @@ import numpy as np
 
 from sbpflow.costs.counts import FEATURES, INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.ids import Floats
-from sbpflow.costs.prices import CALLS, SENT, WORK_MS
+from sbpflow.costs.prices import CALLS, PHASES, SENT, WORK_MS, by_phase, shared
 from sbpflow.errors import DataError
 from sbpflow.planner.costs.profile import (
-    DENSE_BYTES,
     ERROR,
     WITHIN_HOST_GB_PER_S,
     Link,
     Profile,
+    parameter_bytes,
     partners,
 )
 
@@ -38,7 +38,6 @@ FIRST_SHRINKAGE = 0.001
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
 )  # default until a calibration has measured the dense part
-_BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
 _CALLS = vector_of({**CALLS, "always": 1.0})
 _ALWAYS = vector_of({"always": 1.0})
 _NONE = np.zeros(NUM_FEATURES)
@@ -47,13 +46,14 @@ _NONE = np.zeros(NUM_FEATURES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One measured plan: the counts ``totals`` [D, F], and the step time in each round. The ranks
-    are on ``num_hosts`` hosts of equal size.
+    are on ``num_hosts`` hosts of equal size, and ``ranks_per_link`` of them share a link.
     """
 
     sample: int
     totals: Floats
     rounds_ms: tuple[float, ...]
     num_hosts: int = 1
+    ranks_per_link: int = 1
 
     @property
     def step_ms(self) -> float:
@@ -72,8 +72,9 @@ def fit(
             f"calibration: a fit needs at least {LEAST_SAMPLES} measured samples, got "
             f"{len(samples)}; raise --seconds"
         )
-    world_size, num_hosts = len(records[0].totals), records[0].num_hosts
-    work, transfers = fitted_prices(records)
+    world_size = len(records[0].totals)
+    work, *phases = fitted_prices(records)
+    transfers = sum(phases, start=_NONE)
     byte_ms, call_ms = transfers[INDEX["vector_bytes"]], transfers[INDEX["num_id_calls"]]
     errors: dict[str, float] = {}
     if len(samples) >= 2 * FOLDS:
@@ -81,7 +82,7 @@ def fit(
         errors = {name: statistics.mean(values) for name, values in of_tasks.items()}
     link = Link()
     if world_size > 1:
-        link = _link(float(byte_ms), float(call_ms) / partners(world_size), world_size, num_hosts)
+        link = _link(float(byte_ms), float(call_ms) / partners(world_size), records[0])
     return Profile(
         work_ms={name: float(ms) for name, ms in zip(FEATURES, work, strict=True) if ms},
         link=link,
@@ -98,64 +99,70 @@ def fit(
     )
 
 
-def _link(byte_ms: float, call_ms: float, world_size: int, num_hosts: int) -> Link:
-    """Return the link on which calls, and bytes sent evenly to all ranks, have these prices."""
-    rate = 1e-6 / max(byte_ms, 1e-12)  # GB/s
-    if num_hosts in (1, world_size):
+def _link(byte_ms: float, call_ms: float, like: Record) -> Link:
+    """Return the link on which calls, and bytes sent evenly to all ranks, have these prices, for
+    the ranks and hosts of the record ``like``.
+    """
+    rate, world_size = 1e-6 / max(byte_ms, 1e-12), len(like.totals)  # GB/s
+    if like.num_hosts in (1, world_size):
         return Link(within_gb_per_s=rate, within_call_ms=call_ms)
-    per_node = world_size // num_hosts
-    between = rate * _far_share(world_size, num_hosts)
+    per_node = world_size // like.num_hosts
+    between = rate * _far_share(world_size, like.num_hosts)
     return Link(
         ranks_per_node=per_node,
         within_gb_per_s=max(WITHIN_HOST_GB_PER_S, between),
         between_gb_per_s=between,
         within_call_ms=call_ms,
         between_call_ms=call_ms,
+        ranks_per_link=like.ranks_per_link,
     )
 
 
 def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Floats:
-    """Return the ms per count of a rank's work and of its transfers, [2, F].
+    """Return the ms per count of a rank's work and of each phase of its transfers, [times, F].
 
     Which ranks are busiest depends on the prices, so the fit is repeated with the busiest ranks of
     the previous fit. An infinite ``shrinkage`` keeps the ratios of the constants.
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
-    factors = _factors(totals.shape[1], records[0].num_hosts)
+    factors, per_link = _factors(records[0]), records[0].ranks_per_link
     scaled, prices = factors, factors.sum(axis=0)
     for _ in range(3):
-        scaled = (
-            factors * _solve(_busiest(totals, prices), factors, ms, FIRST_SHRINKAGE)[:, None, None]
-        )
+        busiest = _busiest(totals, prices, per_link)
+        scaled = factors * _solve(busiest, factors, ms, FIRST_SHRINKAGE)[:, None, None]
         prices = scaled.sum(axis=0)
     if not np.isfinite(shrinkage):
         return prices
     terms = _terms(scaled)
     for _ in range(3):
-        prices = _solve(_busiest(totals, prices), terms, ms, shrinkage)[:, None, None] * terms
-        prices = prices.sum(axis=0)
+        busiest = _busiest(totals, prices, per_link)
+        prices = (_solve(busiest, terms, ms, shrinkage)[:, None, None] * terms).sum(axis=0)
     return prices
 
 
-def _factors(world_size: int, num_hosts: int) -> Floats:
-    """Return the ms per count of work and transfers that each factor of the first fit scales.
+def _factors(like: Record) -> Floats:
+    """Return the ms per count of work and of transfers by phase, [5, times, F], that each factor of
+    the first fit scales, for the ranks and hosts of the record ``like``.
 
     With several hosts, only the links between hosts are priced as transfers. A byte that a two-hop
     exchange sends to another host then costs more than a byte that is sent evenly to all ranks,
-    because a part of all evenly sent bytes stays within the host.
+    because a part of all evenly sent bytes stays within the host. Of the ranks of a host, only one
+    sends a dense gradient to another host (``Link.parameter_ms``).
     """
-    sent = _BYTES.copy()
-    if 1 < num_hosts < world_size:
+    sent, world_size = SENT.copy(), len(like.totals)
+    parameter = parameter_bytes(world_size)
+    if 1 < like.num_hosts < world_size:
+        far = _far_share(world_size, like.num_hosts)
         sent[INDEX["host_bytes"]] = 0.0
-        sent[INDEX["network_bytes"]] = 1.0 / _far_share(world_size, num_hosts)
+        sent[INDEX["network_bytes"]] = 1.0 / far
+        parameter /= far * like.ranks_per_link
+    sent[INDEX["dense_parameters"]] = parameter
+    no_transfers = np.zeros((len(PHASES), NUM_FEATURES))
     return np.array(
         [
-            [WORK_MS, _NONE],
-            [DENSE_MS, _NONE],
-            [_ALWAYS, _NONE],
-            [_NONE, 1e-6 * sent],
-            [_NONE, _CALLS],
+            *([work, *no_transfers] for work in (WORK_MS, DENSE_MS, _ALWAYS)),
+            *([_NONE, *by_phase(transfers)] for transfers in (1e-6 * sent, _CALLS)),
         ]
     )
 
@@ -168,24 +175,30 @@ def _far_share(world_size: int, num_hosts: int) -> float:
 def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
     """Return the predicted step time of each record."""
     totals = np.stack([record.totals for record in records])
-    return (totals @ prices.T).max(axis=1).sum(axis=1)
+    loads = shared(totals @ prices.T, records[0].ranks_per_link)
+    return loads.max(axis=1).sum(axis=1)
 
 
-def _busiest(totals: Floats, prices: Floats) -> Floats:
-    """Return, for each of n plans, the counts [n, 2, F] of the ranks with the most work and the
-    longest transfers.
+def _busiest(totals: Floats, prices: Floats, ranks_per_link: int) -> Floats:
+    """Return, for each of n plans, the counts [n, times, F] of the ranks with the most work, and of
+    the ranks, or the means of the ranks on one link, with the longest transfers of each phase.
     """
-    busiest = (totals @ prices.T).argmax(axis=1)  # [n, 2]
-    return np.take_along_axis(totals, busiest[:, :, None], axis=1)
+    busiest = shared(totals @ prices.T, ranks_per_link).argmax(axis=1)  # [n, times]
+    own = np.take_along_axis(totals, busiest[:, :1, None], axis=1)
+    links = totals.reshape(len(totals), -1, ranks_per_link, NUM_FEATURES).mean(axis=2)
+    slowest = np.take_along_axis(links, busiest[:, 1:, None] // ranks_per_link, axis=1)
+    return np.concatenate([own, slowest], axis=1)
 
 
 def _terms(scaled: Floats) -> Floats:
-    """Return the terms [T, 2, F], each scaled by its own factor: the work of each count, the bytes,
-    and the calls.
+    """Return the terms [T, times, F], each scaled by its own factor: the work of each count, the
+    bytes, and the calls.
     """
     work = scaled[:, 0].sum(axis=0)
-    rows = [[np.where(np.arange(NUM_FEATURES) == n, work, 0.0), _NONE] for n in work.nonzero()[0]]
-    return np.concatenate([np.array(rows), scaled[3:]])
+    rows = np.zeros((np.count_nonzero(work), *scaled.shape[1:]))
+    for row, n in zip(rows, work.nonzero()[0], strict=True):
+        row[0, n] = work[n]
+    return np.concatenate([rows, scaled[3:]])
 
 
 def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) -> Floats:

@@ -1,9 +1,10 @@
 """Computes the cost of a plan: counts of work times the prices measured on this machine.
 
 A rank's work and transfers are sums of counts (``work.py``) with non-negative weights. The ms of
-work are divided by the speed of the rank. The step time is the maximum work of any rank plus the
-maximum transfer time of any rank. Memory is also a sum of counts, so a load of three numbers
-describes a rank: ms of work, ms of transfers, and bytes.
+work are divided by the speed of the rank. Transfers have phases (``PHASES``): every rank waits
+until all ids have arrived, then all vectors, and then all gradients. The step time is the maximum
+work of any rank plus the maximum transfer time of any rank in each phase. Memory is also a sum of
+counts, so a load of five numbers describes a rank: ms of work, ms of each phase, and bytes.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import numpy as np
 
 from sbpflow.costs.counts import BUFFERS, INDEX, MEMORY, NUM_FEATURES, Key
 from sbpflow.costs.ids import Floats
-from sbpflow.costs.prices import SENT
+from sbpflow.costs.prices import SENT, shared
 from sbpflow.planner.costs.profile import ERROR, Profile
 from sbpflow.planner.costs.work import base_work, shape_work
 from sbpflow.planner.task import Choice, Task
@@ -36,9 +37,10 @@ class Prediction:
 
 
 class TaskCost:
-    """Uses a profile to price the plans of a task. ``prices`` [F, 3] contains, per count, the ms of
-    work, the ms of transfers, and the bytes. ``slowness`` [D, 3] contains the factors of a rank's
-    load. If all ranks are equally fast, the factors are 1, and ``prices`` include the speed.
+    """Uses a profile to price the plans of a task. ``prices`` [F, 5] contains, per count, the ms of
+    work, the ms of each phase of transfers, and the bytes. ``slowness`` [D, 5] contains the factors
+    of a rank's load. If all ranks are equally fast, the factors are 1, and ``prices`` include the
+    speed. ``ranks_per_link`` consecutive ranks share a link to other hosts.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -51,12 +53,13 @@ class TaskCost:
         # step.
         times = np.full(NUM_FEATURES, float(task.accumulate))
         times[_ONCE_PER_STEP] = 1.0
-        self.prices[:, :2] *= times[:, None]
+        self.prices[:, :-1] *= times[:, None]
         speeds = np.array(task.speeds or (1.0,))
         common = speeds[0] if (speeds == speeds[0]).all() else 1.0
         self.prices[:, 0] /= common
-        self.slowness = np.ones((task.world_size, 3))
+        self.slowness = np.ones((task.world_size, self.prices.shape[1]))
         self.slowness[:, 0] = common / speeds
+        self.ranks_per_link = profile.link.sharing(task.world_size)
 
     @property
     def prices_digest(self) -> str:
@@ -70,11 +73,11 @@ class TaskCost:
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
         """Predict the step time, memory, and traffic of one plan."""
         totals = count_work(self.task, plan)
-        loads = totals @ self.prices * self.slowness
+        loads = shared(totals @ self.prices * self.slowness, self.ranks_per_link)
         return Prediction(
-            step_ms=float(loads[:, :2].max(axis=0).sum()),
+            step_ms=float(loads[:, :-1].max(axis=0).sum()),
             error=self.profile.errors.get(ERROR, float("nan")),
-            memory_bytes=tuple(loads[:, 2].astype(int).tolist()),
+            memory_bytes=tuple(loads[:, -1].astype(int).tolist()),
             sent_bytes=tuple((totals @ SENT).astype(int).tolist()),
         )
 

@@ -20,7 +20,7 @@ import torch
 from sbpflow.config.parse import brief, build
 from sbpflow.costs.counts import INDEX, vector_of
 from sbpflow.costs.ids import Floats
-from sbpflow.costs.prices import transfer_ms
+from sbpflow.costs.prices import by_phase, transfer_ms
 from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.devices import BACKENDS
@@ -28,21 +28,20 @@ from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 
-FORMAT = 4  # version of the file format
+FORMAT = 5  # version of the file format
 MOST_BYTES = 2**26  # file size limit
 Price = Annotated[float, Range(low=0, below=1e12)]  # ms per counted unit, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
 RANKS_HERE = "ranks on a machine"  # a key of ``about``
 ERROR = "nine of ten steps are within this"  # a key of ``errors``
-# A ring all-reduce sends each 4-byte gradient about twice: to add it, and to distribute the sum.
-DENSE_BYTES = 8.0
 WITHIN_HOST_GB_PER_S = 2.0  # assumed rate of a link that was not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The links between ranks. Bandwidths are in GB/s per rank, and latencies in ms per call and
-    partner.
+    partner. ``ranks_per_link`` ranks of a node share one link to other nodes, each with an equal
+    part of its bandwidth.
     """
 
     ranks_per_node: Annotated[int, Range(low=0, below=2**31)] = 0  # 0: all ranks on one node
@@ -50,6 +49,7 @@ class Link:
     between_gb_per_s: Price = 0.0
     within_call_ms: Price = 0.0
     between_call_ms: Price = 0.0
+    ranks_per_link: Ranks = 1
 
     def byte_ms(self, world_size: int) -> float:
         """Return the ms per byte if a rank sends evenly to all others, over both kinds of links at
@@ -64,6 +64,19 @@ class Link:
         _, far = self._shares(world_size)
         within = 1e-6 / self.within_gb_per_s
         return within, 1e-6 / self.between_gb_per_s if far else within
+
+    def parameter_ms(self, world_size: int) -> float:
+        """Return the ms of the all-reduce of one dense parameter's gradient. Ranks send in a ring,
+        so only one rank of each node sends to another node.
+        """
+        within, between = self.hop_byte_ms(world_size)
+        return parameter_bytes(world_size) * max(within, between / self.sharing(world_size))
+
+    def sharing(self, world_size: int) -> int:
+        """Return the number of ranks that share a link to other nodes, or 1 if there is no other
+        node.
+        """
+        return self.ranks_per_link if self.num_hosts(world_size) > 1 else 1
 
     def call_ms(self, world_size: int) -> float:
         """Return the latency of one collective over all ranks, in ms, without the time for the
@@ -85,6 +98,13 @@ class Link:
             return 1.0, 0.0
         far = (world_size - per_node) / (world_size - 1)
         return 1.0 - far, far
+
+
+def parameter_bytes(world_size: int) -> float:
+    """Return the bytes that each rank sends in a ring all-reduce of one parameter's 4-byte
+    gradient: first sums of parts of the ranks, and then the total.
+    """
+    return 8.0 * (world_size - 1) / world_size
 
 
 def partners(world_size: int) -> float:
@@ -140,7 +160,7 @@ class Profile:
         return math.exp(statistics.median([0.0, *ratios]))
 
     def prices(self, world_size: int) -> Floats:
-        """Return the ms per count of a rank's work and of its transfers, [F, 2].
+        """Return the ms per count of a rank's work and of its transfers by phase, [F, 1 + phases].
 
         Raises ConfigError for several ranks if the profile was measured on one rank, because such a
         profile has no transfer times.
@@ -153,12 +173,13 @@ class Profile:
         factor = self.run_factor
         work = factor * vector_of(self.work_ms)
         if world_size == 1:
-            return np.stack([work, np.zeros_like(work)], axis=1)
+            return np.stack([work, *by_phase(np.zeros_like(work))], axis=1)
         byte, call = self.link.byte_ms(world_size), self.link.call_ms(world_size)
         hops = self.link.hop_byte_ms(world_size)
-        dense = vector_of({"dense_parameters": DENSE_BYTES * byte, "always": call})
+        parameter = self.link.parameter_ms(world_size)
+        dense = vector_of({"dense_parameters": parameter, "always": call})
         transfers = factor * (transfer_ms(byte, call, hops) + dense)
-        return np.stack([work, transfers], axis=1)
+        return np.stack([work, *by_phase(transfers)], axis=1)
 
     def as_json(self) -> str:
         """Return the content of a file that ``load`` reads."""

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from sbpflow.planner.published.nets import Scaling, descend, mlp, sums
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
-from sbpflow.planner.search.problem import Assignment, Ints, price_of
+from sbpflow.planner.search.problem import BYTES, Assignment, Ints, price_of
 
 LATENT = 32
 NUM_PARTS = 2
@@ -198,13 +198,13 @@ class _Training:
         if not self.samples:
             self.model.unit_ms = float(np.mean([m.ms for _, _, m in measurements]))
         for setting, devices, measured in measurements:
+            exchange = measured.loads[:, 1:BYTES].sum(axis=1)
+            parts = np.stack([measured.loads[:, 0], exchange], axis=1)
             self.samples.append(
                 _Sample(
                     features=self.model.features(setting),
                     devices=torch.from_numpy(devices),
-                    parts=torch.from_numpy(
-                        measured.loads[:, :NUM_PARTS] / self.model.unit_ms
-                    ).float(),
+                    parts=torch.from_numpy(parts / self.model.unit_ms).float(),
                     whole=measured.ms / self.model.unit_ms,
                 )
             )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from sbpflow.planner.published.greedy import random_devices, size_greedy
 from sbpflow.planner.published.nets import Scaling, descend, mlp
 from sbpflow.planner.published.setting import Setting
-from sbpflow.planner.search.problem import Assignment, Floats, Move, price_of
+from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Move, price_of
 from sbpflow.planner.shapes import WHOLE, option_number
 from sbpflow.planner.task import Shape
 
@@ -310,7 +310,8 @@ def _placements(
         setting = settings[int(random.integers(len(settings)))]
         devices = random_devices(setting, random)
         np.add.at(sums[row], devices, setting.dims)
-        exchange[row] = price_of(setting.problem, setting.whole(devices)).loads[:, 1]
+        loads = price_of(setting.problem, setting.whole(devices)).loads
+        exchange[row] = loads[:, 1:BYTES].sum(axis=1)
     return sums, exchange
 
 

@@ -75,7 +75,7 @@ class Setting:
 
     @cached_property
     def rows(self) -> Floats:
-        """Return the loads [T, 3] that whole tables add to their ranks."""
+        """Return the loads [T, 5] that whole tables add to their ranks."""
         pairs = zip(self.problem.options, self.whole_option, strict=True)
         chosen = [options[number] for options, number in pairs]
         return np.stack([o.kinds[0] if o.num_shards else o.home for o in chosen])

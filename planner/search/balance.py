@@ -30,9 +30,9 @@ def balance(state: State, steps: int) -> None:
             stuck += 1
             if stuck == BYTES:
                 return
-            kind = 1 - kind
+            kind = (kind + 1) % BYTES
             continue
-        stuck, kind = 0, 1 - kind
+        stuck, kind = 0, (kind + 1) % BYTES
         for place, rank in better:
             table = int(tables.numbers[place])
             state.add(table, Move(state.remove(table).option, (rank,)))
@@ -46,7 +46,7 @@ class _Whole(NamedTuple):
 
     numbers: Ints
     ranks: Ints
-    loads: Floats  # [n, 3]
+    loads: Floats  # [n, 5]
 
     @staticmethod
     def of(state: State) -> "_Whole":
@@ -57,7 +57,7 @@ class _Whole(NamedTuple):
                 if option.keys((0,)) == option.keys((1,)):
                     rows.append((table, move.ranks[0], option.kinds[0]))
         numbers, ranks = (np.array([row[n] for row in rows], dtype=np.int64) for n in (0, 1))
-        return _Whole(numbers, ranks, np.array([row[2] for row in rows]).reshape(-1, 3))
+        return _Whole(numbers, ranks, np.array([row[2] for row in rows]).reshape(-1, BYTES + 1))
 
 
 def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[int, int]] | None:
@@ -75,13 +75,16 @@ def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[in
         return None
     # The first columns are tables to swap with; the others are ranks that give nothing in return.
     partner_ranks = np.concatenate([tables.ranks[others], ranks])
-    given = np.concatenate([tables.loads[others], np.zeros((len(ranks), 3))])
-    change = given[None] - tables.loads[mine][:, None]  # [mine, partners, 3]
-    factors = state.problem.slowness
+    given = np.concatenate([tables.loads[others], np.zeros((len(ranks), BYTES + 1))])
+    change = given[None] - tables.loads[mine][:, None]  # [mine, partners, 5]
+    per_link = state.problem.ranks_per_link
+    factors = state.problem.slowness * state.problem.own_share
+    if per_link > 1:
+        change[:, partner_ranks // per_link == slowest // per_link, 1:BYTES] = 0.0
     here = loads[slowest] + change * factors[slowest]
     there = loads[partner_ranks][None] - change * factors[partner_ranks]
-    gain = _uneven(loads[partner_ranks], top) + _uneven(loads[slowest], top)
-    gain = gain - _uneven(here, top) - _uneven(there, top)
+    gain = _uneven(loads[partner_ranks], top, per_link) + _uneven(loads[slowest], top, per_link)
+    gain = gain - _uneven(here, top, per_link) - _uneven(there, top, per_link)
     limit = np.maximum(state.problem.limit_bytes, loads[:, BYTES])
     full = here[..., BYTES] > limit[slowest]
     full |= there[..., BYTES] > limit[partner_ranks]
@@ -93,8 +96,9 @@ def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[in
     return moved + ([(int(others[second]), slowest)] if second < len(others) else [])
 
 
-def _uneven(loads: Floats, top: Floats) -> Floats:
+def _uneven(loads: Floats, top: Floats, ranks_per_link: int) -> Floats:
+    """Return the part of the objective of one rank and of those that share its link."""
     power = loads[..., :BYTES] / top
     for _ in range(DOUBLINGS):
         power = power * power
-    return power.sum(axis=-1)
+    return power[..., 0] + ranks_per_link * power[..., 1:].sum(axis=-1)

@@ -1,19 +1,19 @@
 """Computes the Lagrangian dual of a planning problem: a lower bound that is a sum over tables.
 
-A step time is the sum of two maxima over ranks: the maximum work and the maximum transfer time.
-Each maximum is at least the mean over ranks, and at least the value of any rank. A plan also pays
-the cost of each of its keys (resources that tables share). The bound is valid for any non-negative
-multipliers:
+A step time is the sum of several maxima over ranks (``TIMES``): the maximum work, and the maximum
+transfer time of each phase. Each maximum is at least the mean over ranks, and at least the value of
+any rank. A plan also pays the cost of each of its keys (resources that tables share). The bound is
+valid for any non-negative multipliers:
 
-* ``shares`` [2, tables + keys] weight some ranks against the mean over ranks: the rank with a
+* ``shares`` [times, tables + keys] weight some ranks against the mean over ranks: the rank with a
   table's heaviest shard, and the ranks of a key that depends on ranks, if a plan has a limited
   number of copies of it.
 * ``paid`` distributes a key's cost over the tables that could need the key.
-* ``crowding`` [4, keys] is another way to distribute the cost of a key that depends on ranks. In a
-  plan faster than the given one, the load of each rank is below a limit, and so is the total load
-  of the tables that share one set of ranks. Many tables therefore need several sets, and a plan
-  pays for the key once per set. A table that takes more than half of the limit does not share its
-  set with another such table.
+* ``crowding`` [2 * times, keys] is another way to distribute the cost of a key that depends on
+  ranks. In a plan faster than the given one, the load of each rank is below a limit, and so is the
+  total load of the tables that share one set of ranks. Many tables therefore need several sets, and
+  a plan pays for the key once per set. A table that takes more than half of the limit does not
+  share its set with another such table.
 * A single multiplier on bytes represents the total memory limit of all ranks.
 
 If ranks differ in speed, a maximum over ranks is at least the mean weighted by speed, which is the
@@ -70,7 +70,7 @@ class Solution:
 class Dual:
     """All tables' options as arrays, for plans faster than ``plan_ms``.
 
-    Each array [2, n] contains ms of work and transfers per option. An option adds ``home`` to every
+    Each array [times, n] contains the ms of each time per option. An option adds ``home`` to every
     rank. Its shards add ``spread`` to the mean over all ranks, at most ``heaviest`` to any one
     rank, and ``mean`` to the mean over their own ranks.
     """
@@ -78,7 +78,7 @@ class Dual:
     def __init__(self, problem: Problem, plan_ms: float) -> None:
         base, factors = problem.base[:, :BYTES], problem.slowness[:, :BYTES]
         mean = 1.0 / (1.0 / factors).mean(axis=0)
-        # [2, 1] each: the smallest, the harmonic mean, and the largest factor
+        # [times, 1] each: the smallest, the harmonic mean, and the largest factor
         self._factors = tuple(each[:, None] for each in (factors.min(0), mean, factors.max(0)))
         self.plan_ms, self.base_ms = plan_ms, (base / factors).mean(axis=0) * mean
         self._least_base = base.min(axis=0)
@@ -118,8 +118,10 @@ class Dual:
         self.separable_ms = float((problem.base[:, :BYTES] + added).max(axis=0).sum())
         self.home = home * np.where(home < 0, largest, smallest)
         self.spread = (home + total[:BYTES] / size - least) * harmonic - self.home
-        self.heaviest = (most[:BYTES] - least) * smallest
-        self.mean = (mean[:BYTES] - least) * smallest
+        # Of a shard's transfers, only a part counts at its rank if the rank shares a link.
+        own = smallest * problem.own_share[:BYTES, None]
+        self.heaviest = (most[:BYTES] - least) * own
+        self.mean = (mean[:BYTES] - least) * own
         self.always_ms = self.home.sum(axis=0)
         self._least_home = np.minimum.reduceat(self.home, self.first, axis=1).sum(axis=1)
 
@@ -178,8 +180,8 @@ class Dual:
         return _Ascent(self, limits, start).run(rounds)
 
     def rank_room(self, limits: Limits) -> Floats:
-        """Return the maximum ms [2] that the tables' shards can add to a rank in a plan faster than
-        the given one.
+        """Return the maximum ms [times] that the tables' shards can add to a rank in a plan faster
+        than the given one.
         """
         keys = limits.least @ self._key_loads
         everywhere = self._least_base + self._least_home + keys
@@ -187,7 +189,7 @@ class Dual:
         least = self.base_ms + keys + np.minimum.reduceat(mean, self.first, axis=1).sum(axis=1)
         shard = np.minimum.reduceat(self.heaviest, self.first, axis=1).max(axis=1)
         least = np.maximum(least, everywhere + shard)
-        return self.plan_ms - least[::-1] - everywhere
+        return self.plan_ms - (least.sum() - least) - everywhere
 
 
 class _Ascent:
@@ -321,8 +323,8 @@ class _Ascent:
         return near[np.searchsorted(self.dual.table[near], np.arange(len(least)))]
 
     def _needs(self, chosen: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return which (table, key) pairs the chosen options need, and the relative loads [4, keys]
-        and the ms [2, keys] that they add to the keys' sets of ranks.
+        """Return which (table, key) pairs the chosen options need, and the relative loads [2 *
+        times, keys] and the ms [times, keys] that they add to the keys' sets of ranks.
         """
         dual = self.dual
         used = np.zeros(len(dual.table), dtype=bool)
@@ -375,11 +377,11 @@ def _within_one(values: Floats) -> Floats:
 
 def _shard_loads(option: Option, size: int) -> Floats:
     """Return the sum of the loads of the shards, the least and the largest load that they add to
-    any rank, and their mean load, [4, 3].
+    any rank, and their mean load, [4, 5].
     """
     shards = option.shards
-    total, mean = shards.sum(axis=0), shards.mean(axis=0) if len(shards) else np.zeros(3)
-    added = shards if len(shards) == size else np.concatenate([shards, np.zeros((1, 3))])
+    total, mean = shards.sum(axis=0), shards.mean(axis=0) if len(shards) else np.zeros(BYTES + 1)
+    added = shards if len(shards) == size else np.concatenate([shards, np.zeros((1, BYTES + 1))])
     return np.array([total, added.min(axis=0), added.max(axis=0), mean])
 
 

@@ -59,11 +59,11 @@ def goal(state: State, penalty: Floats) -> float:
 class _Tried:
     """A table's options that have the same number of shards, as arrays.
 
-    ``shards`` contains the load of each shard [n, count, 3], or, if the shards of every option are
-    about equal, the largest shard load [n, 1, 3]. ``homes`` [n, 3] contains the load on every rank.
+    ``shards`` contains the load of each shard [n, count, 5], or, if the shards of every option are
+    about equal, the largest shard load [n, 1, 5]. ``homes`` [n, 5] contains the load on every rank.
     ``by_rank`` is true if the loads of all ranks must be computed to find the largest one: if ranks
-    differ in speed, or if a shard makes its rank faster, because the more tables a rank stores, the
-    less it sends to other ranks.
+    differ in speed or share links, or if a shard makes its rank faster, because the more tables a
+    rank stores, the less it sends to other ranks.
     """
 
     count: int
@@ -85,6 +85,7 @@ class Inserter:
     ) -> None:
         self.problem = problem
         self._equal_ranks = problem.has_equal_ranks
+        self._factors = problem.slowness * problem.own_share
         self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
         self.penalty = high_penalty(problem)
         self._tried = [
@@ -123,18 +124,19 @@ class Inserter:
         """Return option places [m] and their ranks [m, count]: for each option, the best block of
         ``count`` neighboring ranks if blocks divide the world, and the best ranks unless there are
         many. Blocks are tried because tables on the same block share keys that depend on ranks, and
-        individually chosen ranks rarely coincide. Unequal ranks cannot replace each other, so if
+        individually chosen ranks rarely coincide. If ranks share links, the best ranks on different
+        links are tried, too. Unequal ranks cannot replace each other, so if
         ranks differ in speed, up to ``FEW`` sets of good ranks are tried.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
             return which, np.tile(np.arange(count), (len(which), 1))
-        largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 3]
-        largest = largest * self.problem.slowness
+        largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 5]
+        largest = largest * self._factors
         above = np.maximum(now.loads + largest - now.most, 0.0)
-        scores = above[..., 0] + above[..., 1] + now.evenness
+        scores = above[..., :BYTES].sum(axis=-1) + now.evenness
         if not self._equal_ranks:
-            scores += EVENNESS * (largest[..., 0] + largest[..., 1])
+            scores += EVENNESS * largest[..., :BYTES].sum(axis=-1)
         if self._limited:
             lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
             scores += self.penalty * lacking
@@ -148,6 +150,12 @@ class Inserter:
         elif count <= FEW or size % count:
             best = np.argpartition(scores, count - 1, axis=1)[:, :count]
             picked.append(np.sort(best, axis=1))
+        per_link = self.problem.ranks_per_link
+        if per_link > 1 and 1 < count <= size // per_link:
+            by_link = scores.reshape(len(which), -1, per_link)
+            best = np.argsort(by_link.min(axis=2), axis=1, kind="stable")[:, :count]
+            ranks = best * per_link + np.take_along_axis(by_link.argmin(axis=2), best, axis=1)
+            picked.append(np.sort(ranks, axis=1))
         if not size % count and count > 1:
             block = scores.reshape(len(which), -1, count).max(axis=-1).argmin(axis=1)
             picked.append(count * block[:, None] + np.arange(count))
@@ -162,11 +170,10 @@ class Inserter:
         moves = [Move(n, tuple(r)) for n, r in zip(numbers, ranks.tolist(), strict=True)]
         keys = np.array([state.new_keys(options[m.option], m.ranks) for m in moves])
         homes = tried.homes[which] + keys
-        shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
+        shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 5]
         if tried.by_rank:
-            slowness = self.problem.slowness
-            after = now.loads + homes[:, None] * slowness
-            after[np.arange(len(ranks))[:, None], ranks] += shards * slowness[ranks]
+            after = now.loads + homes[:, None] * self.problem.slowness
+            after += self.problem.placed(shards, ranks)
             most, squares = after.max(axis=1), np.square(after).sum(axis=1)
         else:
             most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most) + homes
@@ -187,7 +194,7 @@ class Inserter:
 
 
 class _Sums(NamedTuple):
-    """A state's loads [ranks, 3], and values derived from them that all insertions use."""
+    """A state's loads [ranks, 5], and values derived from them that all insertions use."""
 
     loads: Floats
     most: Floats
@@ -204,7 +211,7 @@ class _Sums(NamedTuple):
             most=loads.max(axis=0),
             total=loads.sum(axis=0),
             squares=np.square(loads).sum(axis=0),
-            evenness=EVENNESS * (loads[:, 0] + loads[:, 1]),
+            evenness=EVENNESS * loads[:, :BYTES].sum(axis=1),
             room=state.problem.limit_bytes - loads[:, BYTES],
         )
 
@@ -230,6 +237,7 @@ def _by_count(
         else:
             shards = np.array([option.shards for option in chosen])
         homes = np.array([option.home for option in chosen])
-        by_rank = not problem.has_equal_ranks or bool((shards[..., :BYTES] < 0).any())
+        alike = problem.has_equal_ranks and problem.ranks_per_link == 1
+        by_rank = not alike or bool((shards[..., :BYTES] < 0).any())
         tried.append(_Tried(count, tuple(mine), shards, homes, by_rank))
     return tried

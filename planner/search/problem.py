@@ -1,11 +1,11 @@
 """Represents a planning problem as arrays: the load that each option adds to the ranks.
 
-A load consists of three numbers: ms of work, ms of transfers, and bytes. A table's move consists of
-an ``Option`` and the ranks of its shards. Loads are summed over tables, so changing a plan takes
-one subtraction and one addition. The load that an option adds to a rank is multiplied by the
-factors of the rank, which differ if ranks differ in speed. The step time is the maximum work of any
-rank plus the maximum transfer time of any rank. This module is pure arithmetic and does not use the
-engine.
+A load consists of five numbers: ms of work, ms of the transfers of each phase, and bytes. A table's
+move consists of an ``Option`` and the ranks of its shards. Loads are summed over tables, so
+changing a plan takes one subtraction and one addition. The load that an option adds to a rank is
+multiplied by the factors of the rank, which differ if ranks differ in speed. Ranks that share a
+link have the mean of their transfers. The step time is the sum of the maxima of all times over the
+ranks. This module is pure arithmetic and does not use the engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,9 +15,11 @@ import numpy as np
 
 from sbpflow.costs.counts import Ints, Key
 from sbpflow.costs.ids import Floats
+from sbpflow.costs.prices import PHASES, shared
 from sbpflow.errors import PlanError
 
-BYTES = 2  # index of the bytes in a load; indices 0 and 1 are times in ms
+TIMES = ("work", *PHASES)  # the times in a load, in ms
+BYTES = len(TIMES)  # index of the bytes in a load
 NO_LIMIT = 1e18  # bytes
 # shards whose loads differ by at most this fraction are treated as equal when choosing ranks
 ALIKE = 0.01
@@ -35,9 +37,9 @@ class Option:
     """
 
     shape: Hashable
-    kinds: Floats  # [K, 3]
+    kinds: Floats  # [K, 5]
     kind: Ints  # [S]
-    home: Floats  # [3]
+    home: Floats  # [5]
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
 
     @property
@@ -57,12 +59,12 @@ class Option:
 
     @property
     def shards(self) -> Floats:
-        """Return the load of every shard, [S, 3]."""
+        """Return the load of every shard, [S, 5]."""
         return self.kinds[self.kind]
 
 
 def step_ms(loads: Floats) -> Floats:
-    """Return the step times in ms [..] for loads [.., ranks, 3]."""
+    """Return the step times in ms [..] for loads [.., ranks, 5]."""
     return loads[..., :BYTES].max(axis=-2).sum(axis=-1)
 
 
@@ -71,17 +73,19 @@ class Problem:
     """The options of all tables, the memory of all ranks, and the loads of keys.
 
     ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
-    of each rank. ``base`` [ranks, 3] and the keys ``present`` come from fixed parts, such as pinned
-    tables. ``slowness`` [ranks, 3] contains the factors of the loads that options and keys add to a
-    rank; ``base`` includes them. Raises PlanError if a table has no option for this many ranks.
+    of each rank. ``base`` [ranks, 5] and the keys ``present`` come from fixed parts, such as pinned
+    tables. ``slowness`` [ranks, 5] contains the factors of the loads that options and keys add to a
+    rank; ``base`` includes them. ``ranks_per_link`` consecutive ranks share a link. Raises
+    PlanError if a table has no option for this many ranks.
     """
 
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     limit_bytes: Floats
-    key_loads: Floats = field(repr=False)  # [F, 3], by feature, which is the first part of a key
+    key_loads: Floats = field(repr=False)  # [F, 5], by feature, which is the first part of a key
     base: Floats = field(repr=False)
     slowness: Floats = field(repr=False)
+    ranks_per_link: int = 1
     present: tuple[Key, ...] = ()
 
     def __post_init__(self) -> None:
@@ -110,6 +114,21 @@ class Problem:
         """Return whether all factors are 1."""
         return bool((self.slowness == 1.0).all())
 
+    @property
+    def own_share(self) -> Floats:
+        """Return the parts of a shard's load [5] that count at its own rank."""
+        share = np.ones(BYTES + 1)
+        share[1:BYTES] /= self.ranks_per_link
+        return share
+
+    def placed(self, shards: Floats, ranks: Ints) -> Floats:
+        """Return what n sets of shards [n, count, 5] on ``ranks`` [n, count] add to the loads of
+        all ranks, [n, ranks, 5].
+        """
+        added = np.zeros((len(ranks), *self.base.shape))
+        added[np.arange(len(ranks))[:, None], ranks] = shards * self.slowness[ranks]
+        return shared(added, self.ranks_per_link)
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -124,7 +143,7 @@ Assignment = tuple[Move, ...]  # a complete plan: one move per table
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan's time, its loads [ranks, 3], and the bytes in excess of the limits."""
+    """A plan's time, its loads [ranks, 5], and the bytes in excess of the limits."""
 
     ms: float
     loads: Floats
@@ -180,10 +199,10 @@ class State:
         factors = sign * self.problem.slowness
         self.loads += (option.home + self.new_keys(option, ranks)) * factors
         if ranks:
-            self.loads[list(ranks)] += option.shards * factors[list(ranks)]
+            self.loads += sign * self.problem.placed(option.shards[None], np.array([ranks]))[0]
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
-        """Return the total load [3] of the option's keys that are not yet in the plan."""
+        """Return the total load [5] of the option's keys that are not yet in the plan."""
         new = tuple(key[0] for key in option.keys(ranks) if key not in self.present)
         if new not in self._key_sums:
             self._key_sums[new] = self.problem.key_loads[list(new)].sum(axis=0)

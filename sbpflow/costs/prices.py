@@ -26,6 +26,10 @@ COPY_NS_PER_BYTE = 0.06
 HOP_NS_PER_BYTE = 2.5
 GROUP_MS, STACK_MS = 2.5, 0.5
 
+PHASES = ("ids", "vectors", "gradients")
+"""The phases of a step in which ranks wait for each other's bytes."""
+_VECTORS = vector_of(dict.fromkeys(("vector_bytes", "host_bytes", "network_bytes"), 1.0))
+_GRADIENTS = vector_of(dict.fromkeys(("gradient_bytes", "square_bytes", "dense_parameters"), 1.0))
 _SPREAD = vector_of(
     dict.fromkeys(
         ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes", "square_bytes"), 1.0
@@ -66,8 +70,9 @@ WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_s
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The price of a step. Each field is the maximum over the ranks; ``sent_bytes`` includes
-    ``network_bytes``, which go to other hosts.
+    """The price of a step. Each field is the maximum over the ranks, or for ``transfer_ms``, the
+    sum of the maxima of all phases; ``sent_bytes`` includes ``network_bytes``, which go to other
+    hosts.
     """
 
     work_ms: float
@@ -78,6 +83,29 @@ class Price:
     @property
     def ms(self) -> float:
         return self.work_ms + self.transfer_ms
+
+
+def by_phase(transfers: Floats) -> Floats:
+    """Divide the milliseconds of transfers per unit of each count ([F]) by phase ([phases, F]).
+
+    Every phase lasts until the slowest rank is ready. What takes equally long on all ranks may
+    count in any phase: calls count as ids, and both hops of an exchange as vectors.
+    """
+    return transfers * np.stack([1.0 - _VECTORS - _GRADIENTS, _VECTORS, _GRADIENTS])
+
+
+def shared(loads: Floats, ranks_per_link: int) -> Floats:
+    """Return loads [.., ranks, 1 + phases, ..] in which each rank has the mean transfers of the
+    ranks that share its link: ``ranks_per_link`` consecutive ranks.
+    """
+    if ranks_per_link == 1:
+        return loads
+    end = 1 + len(PHASES)
+    hosts = loads.reshape(*loads.shape[:-2], -1, ranks_per_link, loads.shape[-1])
+    means = hosts[..., 1:end].mean(axis=-2, keepdims=True)
+    result = hosts.copy()
+    result[..., 1:end] = means
+    return result.reshape(loads.shape)
 
 
 def transfer_ms(
@@ -103,7 +131,7 @@ def price_of(
     """
     return Price(
         work_ms=float((totals @ WORK_MS / np.array(speeds or 1.0)).max()),
-        transfer_ms=float((totals @ prices).max()),
+        transfer_ms=float((totals @ by_phase(prices).T).max(axis=0).sum()),
         sent_bytes=int((totals @ SENT).max()),
         network_bytes=int((totals @ (far * _SPREAD + _NETWORK)).max()),
     )

@@ -8,7 +8,8 @@ from sbpflow.planner.search.insertion import Inserter, goal
 from sbpflow.planner.search.problem import Key, Option, Problem, State
 
 GROUPS = 0  # the feature number in each key
-KEY_LOADS = np.array([[0.1, 0.2, 0.0]])
+KEY_LOADS = np.array([[0.1, 0.05, 0.1, 0.05, 0.0]])
+NOTHING = [0.0] * 5
 
 
 def keys_of(*keys: Key):
@@ -18,26 +19,28 @@ def keys_of(*keys: Key):
 def option(shape, shards, home, *keys):
     """Return an option with equal shards."""
     kind = np.zeros(len(shards), dtype=np.int64)
-    return Option(shape, np.array(shards[:1]).reshape(-1, 3), kind, np.array(home), keys_of(*keys))
+    return Option(shape, np.array(shards[:1]).reshape(-1, 5), kind, np.array(home), keys_of(*keys))
 
 
-def make_problem(num_tables, num_ranks, *, seed=0, slack=2.0, splits=True) -> Problem:
+def make_problem(
+    num_tables, num_ranks, *, seed=0, slack=2.0, splits=True, ranks_per_link=1
+) -> Problem:
     """Return a problem of random tables that may be whole, split by rows over 2 or all ranks, or
     copied.
     """
     random = np.random.default_rng(seed)
     work = random.lognormal(0.0, 1.0, num_tables)
-    sent = 0.5 * random.lognormal(0.0, 1.0, num_tables)
+    sent = 0.2 * random.lognormal(0.0, 1.0, (3, num_tables))
     held = random.lognormal(0.0, 1.5, num_tables) * 1e9
     options = []
-    for load in np.stack([work, sent, held], axis=1):
-        mine = [option(("whole",), [load], [0.0] * 3, (GROUPS, "columns"))]
+    for load in np.stack([work, *sent, held], axis=1):
+        mine = [option(("whole",), [load], NOTHING, (GROUPS, "columns"))]
         for parts in sorted({2, num_ranks}) if splits else ():
-            shard = load / parts * [1.1, 1.5, 1.0]
-            home = [0.05 * load[0] / parts, 0.0, 0.0]
+            shard = load / parts * [1.1, 1.5, 1.4, 1.6, 1.0]
+            home = [0.05 * load[0] / parts, *NOTHING[1:]]
             mine.append(option(("rows", parts), [shard] * parts, home, (GROUPS, "unique")))
         if splits:
-            copied = load * [1.0, 2.0, 1.0]
+            copied = load * [1.0, 0.0, 0.0, 4.0, 1.0]
             mine.append(option(("copied",), [], copied, (GROUPS, "local")))
         options.append(tuple(mine))
     limit = np.full(num_ranks, max(slack * held.sum() / num_ranks, held.max() * 1.01))
@@ -46,8 +49,9 @@ def make_problem(num_tables, num_ranks, *, seed=0, slack=2.0, splits=True) -> Pr
         options=tuple(options),
         limit_bytes=limit,
         key_loads=KEY_LOADS,
-        base=np.zeros((num_ranks, 3)),
-        slowness=np.ones((num_ranks, 3)),
+        base=np.zeros((num_ranks, 5)),
+        slowness=np.ones((num_ranks, 5)),
+        ranks_per_link=ranks_per_link,
     )
 
 

@@ -72,7 +72,7 @@ def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
         ("backend", "mpi", "backend must be gloo or nccl, got 'mpi'"),
         ("about", {"ranks on a machine": "many"}, "'many' is not a number of ranks"),
         ("link", {"within_gb_per_s": 0.0}, r"link\.within_gb_per_s must be above 0"),
-        ("format", 3, "format is 3, but this version reads 4"),
+        ("format", 4, "format is 4, but this version reads 5"),
     ],
 )
 def test_the_wrong_key_of_a_profile_is_named(tmp_path, key, value, message):

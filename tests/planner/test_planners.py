@@ -217,7 +217,7 @@ def test_a_report_has_alternatives_and_a_bound_below_the_plan():
         assert more == pytest.approx(other.more_ms, abs=1e-9)
     assert "t0: " in as_text(report)
     assert "based on data sheets; nothing was measured" in as_text(report)
-    assert as_html(report).count("<rect") == 2 * 2
+    assert as_html(report).count("<rect") == 2 * 4
     measured = TaskCost(replace(PROFILE, errors={ERROR: 0.25}), task_setting.task)
     assert "9 of 10 held-out steps were within 25 %" in as_text(report_of(planned, measured))
 

@@ -79,7 +79,7 @@ def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
     moved = with_link(measured(), link, "links of h100-dgx")
     prices = moved.prices(16)
     assert prices[INDEX["step_rows"], 0] == 1e-4
-    assert prices[INDEX["vector_bytes"], 1] == pytest.approx(link.byte_ms(16))
+    assert prices[INDEX["vector_bytes"], 2] == pytest.approx(link.byte_ms(16))
     assert moved.sources == {"work": "measured", "transfers": "assumed: links of h100-dgx"}
     assert described("a100-dgx").sources["work"].startswith("assumed, nothing measured")
 

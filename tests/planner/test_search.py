@@ -22,7 +22,14 @@ from sbpflow.planner.search.seeds import homogeneous
 from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import Shape
 from sbpflow.planner.workloads import random_task
-from tests.planner.problems import GROUPS, KEY_LOADS, check_insertions, make_problem, option
+from tests.planner.problems import (
+    GROUPS,
+    KEY_LOADS,
+    NOTHING,
+    check_insertions,
+    make_problem,
+    option,
+)
 from tests.planner.tasks import make_task
 from tests.quick import quick
 
@@ -154,7 +161,7 @@ def test_no_plan_is_faster_than_the_bound_if_keys_depend_on_ranks():
             tuple(replace(o, keys=keys_by_ranks) if o.num_shards == 2 else o for o in mine)
             for mine in problem.options
         )
-        problem = replace(problem, options=options, key_loads=np.array([[0.2, 0.3, 0.0]]))
+        problem = replace(problem, options=options, key_loads=2 * KEY_LOADS)
         moves = [
             [
                 Move(n, ranks)
@@ -213,7 +220,7 @@ def with_heavy_table(problem, times):
     """
     first, *others = problem.options
     total = sum(options[0].shards.sum(0) for options in problem.options)
-    heavy = option(("whole",), [times * total * [1, 1, 0]], [0.0] * 3, (GROUPS, "columns"))
+    heavy = option(("whole",), [times * total * [1, 1, 1, 1, 0]], NOTHING, (GROUPS, "columns"))
     return replace(problem, options=((heavy, *first[1:]), *others))
 
 

@@ -19,7 +19,7 @@ from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import embedding_plan
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.ranks.topology import Topology
-from tests.planner.problems import GROUPS, check_insertions, make_problem
+from tests.planner.problems import GROUPS, KEY_LOADS, check_insertions, make_problem
 from tests.planner.tasks import make_task, mixed_plan
 from tests.planner.test_search import keys_by_ranks, slow_link
 from tests.quick import quick
@@ -30,7 +30,7 @@ SPEEDS = (1.0, 0.5, 0.8)
 
 def unequal(problem, speeds):
     """Return the problem with ranks of these speeds."""
-    slowness = np.ones((problem.num_ranks, 3))
+    slowness = np.ones((problem.num_ranks, 5))
     slowness[:, 0] /= speeds
     return replace(problem, slowness=slowness, base=problem.base * slowness)
 
@@ -57,13 +57,12 @@ def problems(seed):
         tuple(replace(o, keys=keys_by_ranks) if o.num_shards == 2 else o for o in mine)
         for mine in plain.options
     )
-    loads = np.array([[0.2, 0.3, 0.0]])
     task = make_task(world_size=3, rows=(4000, 50, 900))
     return [
         plain,
         make_problem(4, 3, seed=seed, slack=1.3),
-        replace(plain, options=by_ranks, key_loads=loads),
-        replace(plain, base=np.tile([1.0, 0.5, 0.0], (3, 1))),
+        replace(plain, options=by_ranks, key_loads=2 * KEY_LOADS),
+        replace(plain, base=np.tile([1.0, 0.2, 0.2, 0.1, 0.0], (3, 1))),
         problem_of(TaskCost(slow_link(), task)),
     ]
 
@@ -119,7 +118,7 @@ def test_speeds_divide_the_work_of_each_rank_and_nothing_else():
         for given in (None, (1.0,) * 4, speeds)
     )
     assert (ones.priced.loads == equal.priced.loads).all()
-    factors = np.ones((4, 3))
+    factors = np.ones((4, 5))
     factors[:, 0] /= speeds
     np.testing.assert_allclose(unequal_speeds.priced.loads, equal.priced.loads * factors)
 

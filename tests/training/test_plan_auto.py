@@ -307,7 +307,7 @@ def test_explain_prints_the_times_of_each_rank_and_the_alternatives(synth_set, c
     _, _, run = planned(synth_set, (fixed,))
     shown = float(re.search(r"^parallel\.plan: auto: predicted step ([\d.]+) ms", text, re.M)[1])
     assert shown == pytest.approx(run.prediction.step_ms, abs=1e-3)
-    assert re.search(r"^rank +work +transfers .*\n +0 .*\n +1 ", text, re.M)
+    assert re.search(r"^rank +work +ids +vectors +gradients .*\n +0 .*\n +1 ", text, re.M)
     for name, choice in run.plan.items():
         more = re.search(rf"^{re.escape(f'{name}: {choice.shape} on ')}.*", text, re.M)[0]
         assert (" ms" in more) == (name != "deep.C3")

@@ -1,0 +1,111 @@
+"""Tests that the planner counts the transfers of ranks that share a link together."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from sbpflow.costs.counts import INDEX
+from sbpflow.costs.prices import PHASES, shared
+from sbpflow.planner.clusters import described, link_of, with_link
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.search.auto import search
+from sbpflow.planner.search.balance import balance
+from sbpflow.planner.search.bounds import CLOSE, bound
+from sbpflow.planner.search.problem import BYTES, Move, State, price_of
+from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
+from sbpflow.planner.task import Choice, Shape
+from tests.planner.problems import check_insertions, make_problem
+from tests.planner.tasks import make_task
+
+
+def all_plans(problem):
+    """Return an iterator over all plans, with the shards of a table on ascending ranks."""
+    moves = [
+        [
+            Move(n, ranks)
+            for n, one in enumerate(options)
+            for ranks in combinations(range(problem.num_ranks), one.num_shards)
+        ]
+        for options in problem.options
+    ]
+    return product(*moves)
+
+
+def test_ranks_of_a_link_have_the_mean_of_their_transfers():
+    loads = np.random.default_rng(0).random((3, 4, 1 + len(PHASES) + 1))
+    result = shared(loads, 2)
+    np.testing.assert_array_equal(result[..., 0], loads[..., 0])
+    np.testing.assert_array_equal(result[..., -1], loads[..., -1])
+    for first in (0, 2):
+        mean = loads[:, first : first + 2, 1:-1].mean(axis=1)
+        np.testing.assert_allclose(result[:, first, 1:-1], mean)
+        np.testing.assert_allclose(result[:, first + 1, 1:-1], mean)
+    assert shared(loads, 1) is loads
+
+
+@pytest.mark.parametrize("slack", [9.0, 1.3])
+def test_the_search_reaches_the_optimum_and_no_plan_is_faster_than_the_bound(slack):
+    problem = make_problem(4, 4, seed=2, slack=slack, ranks_per_link=2)
+    prices = [price_of(problem, plan) for plan in all_plans(problem)]
+    best = min(price.ms for price in prices if price.feasible)
+    found = search(problem).priced
+    assert found.feasible
+    assert best <= found.ms * (1 + 1e-9) <= best * (1 + CLOSE)
+    for plan_ms in (best, 1.3 * best, 2.0 * best):
+        for branch in (False, True):
+            assert bound(problem, plan_ms, branch=branch).ms <= best * (1 + 1e-9)
+
+
+def test_options_that_the_bound_drops_are_in_no_better_plan():
+    problem = make_problem(4, 4, seed=4, slack=1.5, ranks_per_link=2)
+    prices = [(plan, price_of(problem, plan)) for plan in all_plans(problem)]
+    ms = sorted(price.ms for _, price in prices if price.feasible)
+    lower = bound(problem, ms[len(ms) // 50])
+    for plan, price in prices:
+        if price.feasible and price.ms < lower.plan_ms * (1 - 1e-9):
+            assert all(m.option in kept for m, kept in zip(plan, lower.options, strict=True))
+
+
+def test_an_insertion_has_the_price_of_the_plan():
+    for ranks_per_link in (2, 3):
+        check_insertions(make_problem(9, 6, seed=3, slack=0.9, ranks_per_link=ranks_per_link))
+
+
+def test_balancing_keeps_the_sums_right():
+    problem = make_problem(40, 4, seed=3, splits=False, slack=9.0, ranks_per_link=2)
+    state = State(problem, tuple(Move(0, (n % 3,)) for n in range(40)))
+    before = state.price()
+    balance(state, 200)
+    assert state.price().ms < 0.9 * before.ms
+    np.testing.assert_allclose(state.loads, price_of(problem, state.assignment()).loads)
+
+
+def test_only_the_balance_between_hosts_matters_for_transfers():
+    """Two tables on one host send twice as much over its link as one table on each host."""
+    profile = with_link(described("h100-dgx"), *link_of("1gbit", 2))
+    task = replace(make_task(rows=(900, 900)), num_hosts=2)
+    cost = TaskCost(profile, task)
+    assert cost.ranks_per_link == 2
+    whole, transfers = Shape("B", "columns"), {}
+    for ranks in ((0, 0), (0, 1), (0, 2)):
+        plan = {name: Choice(whole, (r,)) for name, r in zip(("t0", "t1"), ranks, strict=True)}
+        problem = problem_of(cost)
+        assignment = assignment_of(problem, plan)
+        assert plan_of(task, problem, assignment) == plan
+        priced = price_of(problem, assignment)
+        assert priced.ms == pytest.approx(cost.predict(plan).step_ms)
+        transfers[ranks] = priced.loads[:, 1:BYTES].max(axis=0).sum()
+    assert transfers[0, 0] == pytest.approx(transfers[0, 1])
+    assert transfers[0, 2] < transfers[0, 1]
+
+
+def test_one_rank_of_each_host_sends_dense_gradients_to_the_next():
+    alone, apart = (link_of("1gbit", ranks)[0] for ranks in (1, 2))
+    # Both links give a host 1 Gbit/s. In a ring of 4 ranks on 2 hosts, as many bytes leave a host
+    # as in a ring of 4 ranks on 4 hosts.
+    assert apart.parameter_ms(4) == pytest.approx(alone.parameter_ms(4))
+    profile = with_link(described("h100-dgx"), apart, "1gbit")
+    gradients = 1 + PHASES.index("gradients")
+    assert profile.prices(4)[INDEX["dense_parameters"], gradients] == apart.parameter_ms(4)
