@@ -21,7 +21,7 @@ from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.costs.counts import vector_of
 from sbpflow.costs.ids import Floats
-from sbpflow.costs.prices import WORK_MS, transfer_ms
+from sbpflow.costs.prices import WORK_MS, by_phase, transfer_ms
 from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import (
     Record,
@@ -38,7 +38,8 @@ def constants(_: Sequence[Record]) -> Floats:
     """Return the prices of ``parallel.scheme: auto``, which do not depend on measurements."""
     link = Link()
     work = WORK_MS + vector_of({"always": 1e-9})  # the price of a step without tables
-    return np.stack([work, transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)])
+    transfers = transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)
+    return np.stack([work, *by_phase(transfers)])
 
 
 MODELS = {
@@ -82,6 +83,7 @@ def main() -> None:
     results = Results("planner_ablation", benchmark="ablation", recorded=args.recorded)
     results.add(
         world=facts["world"],
+        hosts=int(facts["hosts"]),
         plans=len(records),
         tasks=len({record.sample for record in records}),
         models=compare(records, others),

@@ -16,7 +16,7 @@ import torch
 from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
-from sbpflow.costs.prices import SENT, WORK_MS, transfer_ms
+from sbpflow.costs.prices import SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import design
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
@@ -270,11 +270,12 @@ def test_predicted_memory_is_what_the_ranks_use(ranks):
 
 
 def machine():
-    """Return the prices ([2, F]) of an imaginary machine: work costs three times the constants, and
+    """Return the prices ([4, F]) of an imaginary machine: work costs three times the constants, and
     the link has its own prices.
     """
     prices = 3.0 * vector_of({"read_elements": 4e-7}) + 3.0 * WORK_MS
-    return np.stack([prices + vector_of({"always": 0.5}), transfer_ms(4e-6, 0.1)])
+    work = prices + vector_of({"always": 0.5})
+    return np.stack([work, *by_phase(transfer_ms(4e-6, 0.1))])
 
 
 def synthetic_records(noise, samples=24):
