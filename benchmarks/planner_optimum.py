@@ -28,6 +28,8 @@ def enumerated(
     the numbering of ranks count once. The result is exact for split tables on all ranks, or None if
     there are more than ``most`` plans.
     """
+    if problem.ranks_per_link > 1 or not problem.has_equal_ranks:
+        raise ValueError("ranks that share links or differ in speed cannot be renumbered")
     places = _Places(problem, numbers)
     best: tuple[tuple[float, float], Assignment] | None = None
     count = 0
@@ -63,7 +65,7 @@ class _Places:
         self._know_keys()
 
     def _added(self, table: int) -> Floats:
-        """[moves, ranks, 3]"""
+        """[moves, ranks, 5]"""
         added = np.zeros((len(self.moves[table]), *self.problem.base.shape))
         for place, move in zip(added, self.moves[table], strict=True):
             option = self.problem.options[table][move.option]

@@ -110,7 +110,7 @@ def _link(byte_ms: float, call_ms: float, like: Record) -> Link:
     between = rate * _far_share(world_size, like.num_hosts)
     return Link(
         ranks_per_node=per_node,
-        within_gb_per_s=max(WITHIN_HOST_GB_PER_S, between),
+        within_gb_per_s=max(WITHIN_HOST_GB_PER_S, between * per_node),
         between_gb_per_s=between,
         within_call_ms=call_ms,
         between_call_ms=call_ms,
@@ -147,8 +147,8 @@ def _factors(like: Record) -> Floats:
 
     With several hosts, only the links between hosts are priced as transfers. A byte that a two-hop
     exchange sends to another host then costs more than a byte that is sent evenly to all ranks,
-    because a part of all evenly sent bytes stays within the host. Of the ranks of a host, only one
-    sends a dense gradient to another host (``Link.parameter_ms``).
+    because a part of all evenly sent bytes stays within the host. Of a dense gradient, a host sends
+    as much to another host as a single rank (``Link.parameter_ms``).
     """
     sent, world_size = SENT.copy(), len(like.totals)
     parameter = parameter_bytes(world_size)
@@ -156,7 +156,7 @@ def _factors(like: Record) -> Floats:
         far = _far_share(world_size, like.num_hosts)
         sent[INDEX["host_bytes"]] = 0.0
         sent[INDEX["network_bytes"]] = 1.0 / far
-        parameter /= far * like.ranks_per_link
+        parameter /= far * (world_size // like.num_hosts)
     sent[INDEX["dense_parameters"]] = parameter
     no_transfers = np.zeros((len(PHASES), NUM_FEATURES))
     return np.array(

@@ -59,7 +59,8 @@ class TaskCost:
         self.prices[:, 0] /= common
         self.slowness = np.ones((task.world_size, self.prices.shape[1]))
         self.slowness[:, 0] = common / speeds
-        self.ranks_per_link = profile.link.sharing(task.world_size)
+        known = profile.link.num_hosts(task.world_size) == task.num_hosts
+        self.ranks_per_link = profile.link.sharing(task.world_size) if known else 1
 
     @property
     def prices_digest(self) -> str:

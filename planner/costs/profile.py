@@ -66,11 +66,11 @@ class Link:
         return within, 1e-6 / self.between_gb_per_s if far else within
 
     def parameter_ms(self, world_size: int) -> float:
-        """Return the ms of the all-reduce of one dense parameter's gradient. Ranks send in a ring,
-        so only one rank of each node sends to another node.
+        """Return the ms of the all-reduce of one dense parameter's gradient. Ranks send in rings,
+        so each node sends as much as a single rank, over the links of all its ranks.
         """
         within, between = self.hop_byte_ms(world_size)
-        return parameter_bytes(world_size) * max(within, between / self.sharing(world_size))
+        return parameter_bytes(world_size) * max(within, between / max(self.ranks_per_node, 1))
 
     def sharing(self, world_size: int) -> int:
         """Return the number of ranks that share a link to other nodes, or 1 if there is no other
@@ -252,6 +252,12 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
     for key in (f"{where}_gb_per_s" for where in (*needed, *_between(profile.link))):
         if not getattr(profile.link, key):
             raise ConfigError(f"link.{key} must be above 0 GB/s, got 0; for example, 12.5")
+    link = profile.link
+    if link.ranks_per_node % link.ranks_per_link:
+        raise ConfigError(
+            f"link.ranks_per_link must divide link.ranks_per_node, {link.ranks_per_node}, got "
+            f"{link.ranks_per_link}; for example, {link.ranks_per_node}"
+        )
     ranks_here = profile.about.get(RANKS_HERE, "1")
     if not ranks_here.isdecimal() or len(ranks_here) > 9:
         raise ConfigError(f"about.{RANKS_HERE}: {brief(ranks_here)} is not a number of ranks")

@@ -24,15 +24,12 @@ def balance(state: State, steps: int) -> None:
     tables = _Whole.of(state)
     top = np.maximum(state.loads[:, :BYTES].max(axis=0), 1e-12)
     kind, stuck = 0, 0
-    for _ in range(steps):
+    while steps and stuck < BYTES:
         better = _best(state, tables, kind, top)
+        kind, stuck = (kind + 1) % BYTES, stuck + 1
         if better is None:
-            stuck += 1
-            if stuck == BYTES:
-                return
-            kind = (kind + 1) % BYTES
             continue
-        stuck, kind = 0, (kind + 1) % BYTES
+        steps, stuck = steps - 1, 0
         for place, rank in better:
             table = int(tables.numbers[place])
             state.add(table, Move(state.remove(table).option, (rank,)))
@@ -64,12 +61,16 @@ def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[in
     """Return the best step from the slowest rank, or None if no step makes the loads more even. A
     step is a list of one or two pairs: the index of a table in ``tables``, and its new rank.
     """
-    loads = state.loads
+    loads, per_link = state.loads, state.problem.ranks_per_link
     order = np.argsort(loads[:, kind], kind="stable")
     slowest = int(order[-1])
+    if kind and per_link > 1:  # all ranks of the link are slowest; choose the one with most to give
+        first = slowest // per_link * per_link
+        held = np.bincount(tables.ranks, tables.loads[:, kind], minlength=len(loads))
+        slowest = first + int(held[first : first + per_link].argmax())
     mine = np.flatnonzero(tables.ranks == slowest)
     per_rank = 1 + len(tables.ranks) // len(loads)
-    ranks = order[:-1][: max(PAIRS // max(len(mine) * per_rank, 1), 8)]
+    ranks = order[order != slowest][: max(PAIRS // max(len(mine) * per_rank, 1), 8)]
     others = np.flatnonzero(np.isin(tables.ranks, ranks))
     if not len(mine) or not len(ranks):
         return None
@@ -77,7 +78,6 @@ def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[in
     partner_ranks = np.concatenate([tables.ranks[others], ranks])
     given = np.concatenate([tables.loads[others], np.zeros((len(ranks), BYTES + 1))])
     change = given[None] - tables.loads[mine][:, None]  # [mine, partners, 5]
-    per_link = state.problem.ranks_per_link
     factors = state.problem.slowness * state.problem.own_share
     if per_link > 1:
         change[:, partner_ranks // per_link == slowest // per_link, 1:BYTES] = 0.0

@@ -124,8 +124,8 @@ class Inserter:
         """Return option places [m] and their ranks [m, count]: for each option, the best block of
         ``count`` neighboring ranks if blocks divide the world, and the best ranks unless there are
         many. Blocks are tried because tables on the same block share keys that depend on ranks, and
-        individually chosen ranks rarely coincide. If ranks share links, the best ranks on different
-        links are tried, too. Unequal ranks cannot replace each other, so if
+        individually chosen ranks rarely coincide. If ranks share links, the best ranks that are
+        spread evenly over the links are tried, too. Unequal ranks cannot replace each other, so if
         ranks differ in speed, up to ``FEW`` sets of good ranks are tried.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
@@ -151,11 +151,12 @@ class Inserter:
             best = np.argpartition(scores, count - 1, axis=1)[:, :count]
             picked.append(np.sort(best, axis=1))
         per_link = self.problem.ranks_per_link
-        if per_link > 1 and 1 < count <= size // per_link:
+        if per_link > 1 and count > 1:
+            # first the best rank of each link, then the second best of each, and so on
             by_link = scores.reshape(len(which), -1, per_link)
-            best = np.argsort(by_link.min(axis=2), axis=1, kind="stable")[:, :count]
-            ranks = best * per_link + np.take_along_axis(by_link.argmin(axis=2), best, axis=1)
-            picked.append(np.sort(ranks, axis=1))
+            place = by_link.argsort(axis=2, kind="stable").argsort(axis=2, kind="stable")
+            order = np.lexsort((scores, place.reshape(scores.shape)), axis=1)
+            picked.append(np.sort(order[:, :count], axis=1))
         if not size % count and count > 1:
             block = scores.reshape(len(which), -1, count).max(axis=-1).argmin(axis=1)
             picked.append(count * block[:, None] + np.arange(count))

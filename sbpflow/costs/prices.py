@@ -95,8 +95,9 @@ def by_phase(transfers: Floats) -> Floats:
 
 
 def shared(loads: Floats, ranks_per_link: int) -> Floats:
-    """Return loads [.., ranks, 1 + phases, ..] in which each rank has the mean transfers of the
-    ranks that share its link: ``ranks_per_link`` consecutive ranks.
+    """Return loads [.., ranks, k] in which each rank has the mean transfers of the ranks that share
+    its link: ``ranks_per_link`` consecutive ranks. The first of the k numbers is the work, and the
+    next are the phases.
     """
     if ranks_per_link == 1:
         return loads

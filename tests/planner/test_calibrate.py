@@ -16,7 +16,7 @@ import torch
 from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
-from sbpflow.costs.prices import SENT, WORK_MS, by_phase, transfer_ms
+from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import design
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
@@ -278,7 +278,7 @@ def machine():
     return np.stack([work, *by_phase(transfer_ms(4e-6, 0.1))])
 
 
-def synthetic_records(noise, samples=24):
+def synthetic_records(noise, samples=24, ranks_per_link=1):
     """Return records of tasks, with six plans each, on a machine with known prices."""
     random = np.random.default_rng(4)
     records = []
@@ -287,7 +287,13 @@ def synthetic_records(noise, samples=24):
         dim = int(random.choice([4, 16, 64]))
         task = make_task(batch_size=int(random.choice([512, 4096, 16384])), rows=rows, dim=dim)
         for plan in (mixed_plan(task), *(random_plan(task, 10 * sample + n) for n in range(5))):
-            record = Record(sample=sample, totals=count_work(task, plan), rounds_ms=(1.0,))
+            record = Record(
+                sample=sample,
+                totals=count_work(task, plan),
+                rounds_ms=(1.0,),
+                num_hosts=4 // ranks_per_link if ranks_per_link > 1 else 1,
+                ranks_per_link=ranks_per_link,
+            )
             (ms,) = predicted_ms(machine(), [record])
             rounds = tuple((ms * np.exp(random.normal(0, noise, 2))).tolist())
             records.append(replace(record, rounds_ms=rounds))
@@ -328,8 +334,36 @@ def test_a_fit_on_several_hosts_finds_the_link_between_them():
     ours, theirs = profile.prices(4), flat.prices(4)
     sent = [INDEX[name] for name in ("vector_bytes", "ids_bytes", "num_id_calls")]
     np.testing.assert_allclose(ours[sent], theirs[sent])
-    network = INDEX["network_bytes"]
-    assert ours[network, 1] == pytest.approx(1.5 * theirs[INDEX["vector_bytes"], 1])
+    vectors = 1 + PHASES.index("vectors")
+    network, even = ours[INDEX["network_bytes"], vectors], theirs[INDEX["vector_bytes"], vectors]
+    assert network == pytest.approx(1.5 * even)
+    assert even > 0
+
+
+def test_a_fit_knows_which_ranks_share_a_link():
+    records = synthetic_records(0.0, samples=6, ranks_per_link=2)
+    prices = fitted_prices(records)
+    measured = [record.step_ms for record in records]
+    np.testing.assert_allclose(predicted_ms(prices, records), measured, rtol=0.05)
+    alone = [replace(record, ranks_per_link=1) for record in records]
+    apart = np.abs(np.log(predicted_ms(fitted_prices(alone), alone) / measured)).max()
+    assert apart > np.abs(np.log(predicted_ms(prices, records) / measured)).max()
+    link = fit(records, backend="gloo").link
+    assert (link.ranks_per_node, link.ranks_per_link) == (2, 2)
+    assert link.sharing(4) == 2
+    assert link.sharing(2) == 1, "one node"
+
+
+@pytest.mark.parametrize(
+    ("world", "hosts", "ranks_per_link"),
+    [("4 gloo", 1, 1), ("4 gloo", 2, 2), ("4 gloo", 4, 1), ("4 nccl", 2, 1)],
+)
+def test_the_ranks_of_a_host_share_its_link_with_gloo(tmp_path, world, hosts, ranks_per_link):
+    journal = Journal(tmp_path / "journal", {"world": world, "hosts": str(hosts)})
+    sample = draw_sample(0, 4, "cpu", "sgd", num_hosts=hosts)
+    ((name, plan),) = draw_plans(sample, 0, 1)
+    journal.add(sample, 0, name, plan, [1.0])
+    assert journal.records[0, name].ranks_per_link == ranks_per_link
 
 
 def test_a_slow_link_does_not_remove_the_prices_of_work():

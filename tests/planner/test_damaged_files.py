@@ -72,6 +72,12 @@ def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
         ("backend", "mpi", "backend must be gloo or nccl, got 'mpi'"),
         ("about", {"ranks on a machine": "many"}, "'many' is not a number of ranks"),
         ("link", {"within_gb_per_s": 0.0}, r"link\.within_gb_per_s must be above 0"),
+        (
+            "link",
+            {"within_gb_per_s": 2.0, "between_gb_per_s": 1.0, "ranks_per_node": 4}
+            | {"ranks_per_link": 3},
+            "link.ranks_per_link must divide link.ranks_per_node, 4, got 3",
+        ),
         ("format", 4, "format is 4, but this version reads 5"),
     ],
 )

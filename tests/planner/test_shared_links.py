@@ -13,6 +13,7 @@ from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.bounds import CLOSE, bound
+from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.problem import BYTES, Move, State, price_of
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.task import Choice, Shape
@@ -82,6 +83,41 @@ def test_balancing_keeps_the_sums_right():
     np.testing.assert_allclose(state.loads, price_of(problem, state.assignment()).loads)
 
 
+def test_balancing_relieves_the_rank_of_the_slowest_link_that_has_tables():
+    """Both ranks of a link have the same transfers, but perhaps only one has tables to give."""
+    problem = make_problem(8, 4, seed=1, splits=False, slack=9.0, ranks_per_link=2)
+    for first in (0, 1):
+        state = State(problem, (Move(0, (first,)),) * 8)
+        before = state.price().loads[:, 1:BYTES].max()
+        balance(state, 20)
+        assert state.price().loads[:, 1:BYTES].max() < 0.7 * before
+
+
+def test_shards_are_spread_evenly_over_links():
+    """Four shards on two hosts of four ranks are fastest with two on each host."""
+    cost = TaskCost(
+        with_link(described("h100-dgx"), *link_of("1gbit", 4)),
+        replace(make_task(world_size=8, rows=(4000, 900)), num_hosts=2),
+    )
+    problem = problem_of(cost)
+    state = State(problem)
+    inserter = Inserter(
+        problem,
+        tuple(
+            tuple(n for n, one in enumerate(mine) if one.num_shards == 4)
+            for mine in problem.options
+        ),
+    )
+    hosts = [rank // 4 for rank in inserter.best(state, 0).move.ranks]
+    assert sorted(hosts) == [0, 0, 1, 1]
+
+
+def test_only_the_hosts_of_the_measured_link_share_it():
+    profile = with_link(described("h100-dgx"), *link_of("1gbit", 2))
+    two_hosts = TaskCost(profile, replace(make_task(), num_hosts=2))
+    assert [TaskCost(profile, make_task()).ranks_per_link, two_hosts.ranks_per_link] == [1, 2]
+
+
 def test_only_the_balance_between_hosts_matters_for_transfers():
     """Two tables on one host send twice as much over its link as one table on each host."""
     profile = with_link(described("h100-dgx"), *link_of("1gbit", 2))
@@ -101,7 +137,7 @@ def test_only_the_balance_between_hosts_matters_for_transfers():
     assert transfers[0, 2] < transfers[0, 1]
 
 
-def test_one_rank_of_each_host_sends_dense_gradients_to_the_next():
+def test_a_host_sends_as_many_dense_gradients_as_a_rank():
     alone, apart = (link_of("1gbit", ranks)[0] for ranks in (1, 2))
     # Both links give a host 1 Gbit/s. In a ring of 4 ranks on 2 hosts, as many bytes leave a host
     # as in a ring of 4 ranks on 4 hosts.
