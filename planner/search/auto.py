@@ -15,16 +15,26 @@ from sbpflow.planner.search.bounds import CLOSE, bound
 from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import LocalSearch, build, descend, weights_of
 from sbpflow.planner.search.problem import (
+    NO_LIMIT,
     Assignment,
     Priced,
     Problem,
     check_assignment,
     price_of,
 )
-from sbpflow.planner.search.seeds import families, greedy, heaviest_first, homogeneous
+from sbpflow.planner.search.seeds import (
+    around_largest,
+    families,
+    greedy,
+    heaviest_first,
+    homogeneous,
+)
 
 STARTS = 4  # number of seeds that local search improves before it continues with the best result
 NUM_ALIKE = 8  # how many of the cheapest shapes are tried for all tables at once
+# With memory limits, how many options of the largest table are tried, and from how many of these
+# plans local search starts.
+NUM_LARGEST, LARGEST_STARTS = 6, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +86,16 @@ def search(
             allowed = bound(problem, _least_ms(problem, plans), branch=False).options
             local.inserter = Inserter(problem, allowed)
             starts = _starts(problem, plans)
+            if problem.limit_bytes.min() < NO_LIMIT:
+                count = min(NUM_LARGEST, insertions // (4 * problem.num_tables))
+                others = around_largest(problem, weights, inserter, count)
+                starts += sorted(others, key=lambda plan: price_of(problem, plan).ms)[
+                    :LARGEST_STARTS
+                ]
+            bar.total = local.insertions + (len(starts) + 2) * (insertions // 8)
             pool += [local.improve(plan, insertions // 8, bar.update) for plan in starts]
             pool.sort(key=lambda plan: price_of(problem, plan).rank)
-            pool.insert(0, local.improve(pool[0], insertions - local.insertions, bar.update))
+            pool.insert(0, local.improve(pool[0], insertions // 4, bar.update))
     pool = [descend(problem, inserter, pool[0]), *pool, *_starts(problem, plans)]
     unique = sorted(dict.fromkeys(pool), key=lambda plan: price_of(problem, plan).rank)
     return Found(
