@@ -34,11 +34,7 @@ FEATURES = (
     "searched_ids",  # The number of ``seen_ids`` that belong to row-split tables.
     "read_rows",
     "read_elements",
-    # ``read_touched`` counts the elements of distinct rows, because the first read of a row misses
-    # the CPU caches. ``out_elements`` counts the elements of the vectors that owners look up and
-    # send.
-    "read_touched",
-    "out_elements",
+    "out_elements",  # Elements of the vectors that owners look up and send.
     "home_elements",  # Elements of vectors or partial sums received for this rank's samples.
     "expand_rows",
     "expand_elements",
@@ -61,8 +57,6 @@ FEATURES = (
     # uses its own link, so the bytes of each hop have their own feature.
     "host_bytes",  # Bytes that this rank sends within its host.
     "network_bytes",  # Bytes that this rank sends to other hosts.
-    "vector_in_bytes",  # Bytes of vectors that this rank receives.
-    "gradient_in_bytes",  # Bytes of gradients that this rank receives.
     # Each feature below counts distinct keys (see ``Key``).
     "num_dense_groups",  # Groups in which owners send vectors.
     "num_summed_groups",  # Groups whose partial sums are added in transit.

@@ -79,7 +79,6 @@ class TwoHops(Exchange):
             "expand_elements": (facts.local_lookups + facts.wanted) * facts.dim,
             "counted_bytes": 16.0 * rows,
             "gradient_bytes": rows * facts.dim * facts.gradient_item,
-            "vector_in_bytes": rows * facts.dim * facts.vector_item,
             "copied_bytes": 2 * rows * facts.dim * facts.both_ways,
             "buffer_bytes": 2 * rows * facts.dim * facts.item,
         }
@@ -90,9 +89,7 @@ class TwoHops(Exchange):
             "memory_bytes": facts.stored(rows, width),
             "read_rows": asked,
             "read_elements": asked * width,
-            "read_touched": facts.touched / cut[0] * width,
             "vector_bytes": asked * width * facts.vector_item,
-            "gradient_in_bytes": asked * width * facts.gradient_item,
             "update_ids": asked,
             "update_elements": asked * width,
             **facts.steps(facts.touched / cut[0], width),

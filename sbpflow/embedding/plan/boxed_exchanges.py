@@ -38,7 +38,7 @@ class Alone(Exchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             "buffer_bytes": 24 * facts.lookups + 3 * out * facts.item,
-            **_looked_up(facts.lookups, facts.dim, facts.touched, out),
+            **_looked_up(facts.lookups, facts.dim, out),
             "home_elements": out,
             **facts.steps(facts.touched, facts.dim),
         }
@@ -77,14 +77,13 @@ class DenseAllreduce(Exchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             **facts.steps(facts.touched, facts.dim),
-            **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
+            **_looked_up(facts.local_lookups, facts.dim, out),
             "home_elements": out,
             "whole_elements": numbers,
             # Five operations pass over all rows: zeroing, filling, concatenating, all-reducing, and
             # searching for touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
-            "gradient_in_bytes": sent,
             "buffer_bytes": 24 * facts.local_lookups
             + 3 * out * facts.item
             + 4 * numbers * facts.gradient_item,
@@ -123,7 +122,6 @@ class _Boxed(Exchange):
             "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
             "buffer_bytes": received * facts.both_ways
             + 2 * samples * facts.dim * facts.vectors * facts.item,
-            "vector_in_bytes": received * facts.vector_item,
             "gradient_bytes": received * facts.gradient_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
@@ -137,13 +135,11 @@ class _Boxed(Exchange):
             + 16 * reads
             + out * (facts.both_ways + facts.item),
             "seen_ids": facts.lookups,
-            **_looked_up(reads, width, touched, out),
+            **_looked_up(reads, width, out),
             "copied_bytes": 2 * facts.both_ways * out,
             "vector_bytes": others * out * facts.vector_item,
-            "gradient_in_bytes": others * out * facts.gradient_item,
             # ``home`` includes what a rank would send to itself; the negative counts subtract it.
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
-            "vector_in_bytes": -facts.samples * width * facts.vectors * facts.vector_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
             **facts.squares(touched, cut),
@@ -226,14 +222,13 @@ def powers(size: int) -> list[int]:
     return [*(2**n for n in range(1, size.bit_length()) if 2**n < size), size]
 
 
-def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
+def _looked_up(ids: float, width: float, out: float) -> dict[str, float]:
     """Return the work of an owner that looks up ``ids`` ids and sends ``out`` elements of
     vectors.
     """
     return {
         "read_rows": ids,
         "read_elements": ids * width,
-        "read_touched": touched * width,
         "out_elements": out,
         "update_ids": ids,
         "update_elements": ids * width,

@@ -124,12 +124,10 @@ class CopiedRows(RowExchange):
             **_expanded(facts),
             "read_rows": wanted,
             "read_elements": wanted * dim,
-            "read_touched": wanted * dim,
             "repeat_elements": wanted * dim * size,
             "copied_bytes": wanted * dim * size * facts.gradient_item,
             "counted_bytes": 4.0 * wanted * (size - 1),
             "gradient_bytes": wanted * dim * (size - 1) * facts.gradient_item,
-            "gradient_in_bytes": wanted * dim * (size - 1) * facts.gradient_item,
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
             "buffer_bytes": facts.window * 24 * facts.local_lookups
@@ -180,10 +178,8 @@ class Unique(RowExchange):
         return {
             **_served(facts, requested, touched, rows, width),
             "vector_bytes": sent * facts.vector_item,
-            "gradient_in_bytes": sent * facts.gradient_item,
             "counted_bytes": 4.0 * local,
             "gradient_bytes": local * width * facts.gradient_item,
-            "vector_in_bytes": local * width * facts.vector_item,
         }
 
 
@@ -239,10 +235,8 @@ class UniqueColumns(RowExchange):
         return {
             **_served(facts, size * wanted, facts.touched, rows, width),
             "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
-            "gradient_in_bytes": (size - 1) * wanted * width * facts.gradient_item,
             # A rank keeps its own columns of the rows that it requests itself.
             "gradient_bytes": -wanted * width * facts.gradient_item,
-            "vector_in_bytes": -wanted * width * facts.vector_item,
             **facts.squares(facts.touched, cut),
         }
 
@@ -264,7 +258,6 @@ def _received(facts: Facts) -> dict[str, float]:
     elements = facts.wanted * facts.dim
     return {
         "gradient_bytes": elements * facts.gradient_item,
-        "vector_in_bytes": elements * facts.vector_item,
         "copied_bytes": elements * facts.both_ways,
         "buffer_bytes": facts.window * 24 * facts.local_lookups
         + elements * (facts.both_ways + 2 * facts.item)
@@ -282,7 +275,6 @@ def _served(
         "buffer_bytes": requested * (12 + width * (facts.both_ways + 2 * facts.item)),
         "read_rows": requested,
         "read_elements": requested * width,
-        "read_touched": touched * width,
         "update_ids": requested,
         "update_elements": requested * width,
         **facts.steps(touched, width),

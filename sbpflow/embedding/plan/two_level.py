@@ -134,7 +134,6 @@ class UniqueTwoLevel(Exchange):
             "expand_elements": summed * dim,
             "read_rows": merged,
             "read_elements": merged * dim,
-            "read_touched": touched * dim,
             "update_ids": merged,
             "update_elements": merged * dim,
             **facts.steps(touched, dim),
@@ -142,6 +141,4 @@ class UniqueTwoLevel(Exchange):
             + dim * merged * facts.both_ways,
             "host_bytes": near * (4.0 + dim * (facts.vector_item + facts.item)),
             "network_bytes": far * (4.0 + dim * facts.both_ways),
-            "vector_in_bytes": (near + far) * dim * facts.vector_item,
-            "gradient_in_bytes": dim * (near * facts.item + far * facts.gradient_item),
         }
