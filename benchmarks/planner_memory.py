@@ -22,14 +22,12 @@ import torch
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.planner.calibration.design import Law, Sample, draw_plans
 from sbpflow.planner.calibration.measure import from_all_ranks, measure_in_turns
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.features import zipf_mandelbrot
-from sbpflow.planner.task import Task
+from sbpflow.planner.task import Plan
+from sbpflow.planner.workloads import Drawn, make_task
 from sbpflow.runtime.ranks.world import World
 
 # {task: (tables, rows, columns, ids per sample, batch size)}
@@ -38,26 +36,13 @@ S, Q = 0.9, 5.0
 
 
 def make_sample(name: str, world_size: int) -> Sample:
-    tables, rows, dim, hotness, batch = TASKS[name]
-    names = [f"t{n}" for n in range(tables)]
-    output = OutputConfig(
-        name="fields",
-        tables=tuple(
-            TableConfig(name=table, features=(table,), num_rows=rows, dim=dim) for table in names
-        ),
-    )
-    task = Task(
-        outputs=(output,),
-        features=tuple(FeatureConfig(name=table, hotness=hotness) for table in names),
-        stats=dict.fromkeys(names, zipf_mandelbrot(rows, S, Q, float(hotness))),
-        world_size=world_size,
-        batch_size=batch,
-        optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05),
-    )
-    return Sample(task=task, laws=dict.fromkeys(names, Law(s=S, q=Q)))
+    tables, rows, dim, ids, batch = TASKS[name]
+    table = Drawn(num_rows=rows, active=rows, pooling=ids, s=S, q=Q)
+    task = make_task([table] * tables, [dim] * tables, world_size=world_size, batch_size=batch)
+    return Sample(task=task, laws={one.name: Law(s=S, q=Q) for one in task.tables})
 
 
-def growth_bytes(boxing: Boxing, sample: Sample, plan: Any) -> int:  # noqa: ANN401
+def growth_bytes(boxing: Boxing, sample: Sample, plan: Plan) -> int:
     """Return the peak of this process's memory while the plan runs, above the memory before."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier plans freed
     Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak to the present size

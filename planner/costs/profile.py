@@ -73,9 +73,7 @@ class Link:
         return parameter_bytes(world_size) * max(within, between / max(self.ranks_per_node, 1))
 
     def sharing(self, world_size: int) -> int:
-        """Return the number of ranks that share a link to other nodes, or 1 if there is no other
-        node.
-        """
+        """Return how many ranks share a link to other nodes; without other nodes, return 1."""
         return self.ranks_per_link if self.num_hosts(world_size) > 1 else 1
 
     def call_ms(self, world_size: int) -> float:

@@ -88,7 +88,7 @@ def search(
             starts = _starts(problem, plans)
             if problem.limit_bytes.min() < NO_LIMIT:
                 count = min(NUM_LARGEST, insertions // (4 * problem.num_tables))
-                others = around_largest(problem, weights, inserter, count)
+                others = around_largest(problem, weights, count)
                 starts += sorted(others, key=lambda plan: price_of(problem, plan).ms)[
                     :LARGEST_STARTS
                 ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import build, mean_ms, weights_of
-from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Problem, State
+from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Problem
 
 
 def heaviest_first(weights: Floats) -> list[int]:
@@ -79,29 +79,20 @@ def greedy(
     yield "greedy, largest first", build(problem, inserter, largest).assignment()
 
 
-def around_largest(
-    problem: Problem, weights: Floats, inserter: Inserter, count: int
-) -> list[Assignment]:
+def around_largest(problem: Problem, weights: Floats, count: int) -> list[Assignment]:
     """Return greedy plans in which the table with the most bytes has each of its ``count`` cheapest
     options. A plan may exceed the memory limits.
 
     With memory limits, the place of the largest table decides where the others fit. Local search
     rarely moves it, because many tables would have to move at the same time.
     """
-    sizes = bytes_of(problem)
-    largest = int(sizes.argmax())
-    options = problem.options[largest]
-    numbers = [n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks]
-    numbers.sort(key=lambda n: mean_ms(problem, options[n]))
+    largest = int(bytes_of(problem).argmax())
+    options = [o for o in problem.options[largest] if o.num_shards <= problem.num_ranks]
+    options.sort(key=lambda option: mean_ms(problem, option))
     order = [largest, *(table for table in heaviest_first(weights) if table != largest)]
+    shapes = [[option.shape for option in mine] for mine in problem.options]
     plans: list[Assignment] = []
-    for number in numbers[:count]:
-        allowed = [tuple(range(len(mine))) for mine in problem.options]
-        allowed[largest] = (number,)
-        state = State(problem)
-        fixed = Inserter(problem, tuple(allowed))
-        for table in order:
-            used = fixed if table == largest else inserter
-            state.add(table, used.best(state, table).move)
-        plans.append(state.assignment())
+    for option in options[:count]:
+        shapes[largest] = [option.shape]
+        plans.append(build(problem, narrowed(problem, shapes), order).assignment())
     return plans

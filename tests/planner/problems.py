@@ -1,11 +1,13 @@
 """Defines small problems that can be enumerated."""
 
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.insertion import Inserter, goal
-from sbpflow.planner.search.problem import Key, Option, Problem, State
+from sbpflow.planner.search.problem import Key, Move, Option, Problem, State
 
 GROUPS = 0  # the feature number in each key
 KEY_LOADS = np.array([[0.1, 0.05, 0.1, 0.05, 0.0]])
@@ -53,6 +55,19 @@ def make_problem(
         slowness=np.ones((num_ranks, 5)),
         ranks_per_link=ranks_per_link,
     )
+
+
+def all_plans(problem):
+    """Return an iterator over all plans, with the shards of a table on ascending ranks."""
+    moves = [
+        [
+            Move(n, ranks)
+            for n, one in enumerate(options)
+            for ranks in combinations(range(problem.num_ranks), one.num_shards)
+        ]
+        for options in problem.options
+    ]
+    return product(*moves)
 
 
 def check_insertions(problem):

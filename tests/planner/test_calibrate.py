@@ -2,17 +2,15 @@
 memory.
 """
 
-import ctypes
 import json
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.planner_memory import growth_bytes
 from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
@@ -196,11 +194,6 @@ def test_as_many_unique_rows_are_sent_as_counted(ranks, size, sbp):
             assert sent == pytest.approx(counted, rel=0.15)
 
 
-def status_bytes(name):
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{name}:\s+(\d+)", text)[1])
-
-
 def peak_and_prediction(world):
     """Return how many bytes each process grows by for a plan with 50 MB of tables, and the
     prediction. The result is the lower of two measurements, because messages that wait in shared
@@ -216,11 +209,7 @@ def peak_and_prediction(world):
     measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # trigger one-time allocations
     used: list[list[int]] = []
     for _ in range(2):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier tests freed
-        Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak to the present size
-        before = status_bytes("VmRSS")
-        measure_in_turns(boxing, laws_of(task), [plan], rounds=1)
-        growth = gather_texts(boxing, str(status_bytes("VmHWM") - before))
+        growth = gather_texts(boxing, str(growth_bytes(boxing, laws_of(task), plan)))
         used.append([int(text) for text in growth])
     lower = [min(pair) for pair in zip(*used, strict=True)]
     return lower, TaskCost(PROFILE, task).predict(plan).memory_bytes

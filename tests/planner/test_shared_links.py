@@ -1,7 +1,6 @@
 """Tests that the planner counts the transfers of ranks that share a link together."""
 
 from dataclasses import replace
-from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -17,21 +16,8 @@ from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.problem import BYTES, Move, State, price_of
 from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.task import Choice, Shape
-from tests.planner.problems import check_insertions, make_problem
+from tests.planner.problems import all_plans, check_insertions, make_problem
 from tests.planner.tasks import make_task
-
-
-def all_plans(problem):
-    """Return an iterator over all plans, with the shards of a table on ascending ranks."""
-    moves = [
-        [
-            Move(n, ranks)
-            for n, one in enumerate(options)
-            for ranks in combinations(range(problem.num_ranks), one.num_shards)
-        ]
-        for options in problem.options
-    ]
-    return product(*moves)
 
 
 def test_ranks_of_a_link_have_the_mean_of_their_transfers():

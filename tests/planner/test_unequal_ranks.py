@@ -1,7 +1,6 @@
 """Tests that plans and their predicted times take the speeds of ranks into account."""
 
 from dataclasses import replace
-from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import embedding_plan
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.ranks.topology import Topology
-from tests.planner.problems import GROUPS, KEY_LOADS, check_insertions, make_problem
+from tests.planner.problems import GROUPS, KEY_LOADS, all_plans, check_insertions, make_problem
 from tests.planner.tasks import make_task, mixed_plan
 from tests.planner.test_search import keys_by_ranks, slow_link
 from tests.quick import quick
@@ -33,19 +32,6 @@ def unequal(problem, speeds):
     slowness = np.ones((problem.num_ranks, 5))
     slowness[:, 0] /= speeds
     return replace(problem, slowness=slowness, base=problem.base * slowness)
-
-
-def all_plans(problem):
-    """Return an iterator over all plans, with the shards of a table on ascending ranks."""
-    moves = [
-        [
-            Move(n, ranks)
-            for n, one in enumerate(options)
-            for ranks in combinations(range(problem.num_ranks), one.num_shards)
-        ]
-        for options in problem.options
-    ]
-    return product(*moves)
 
 
 def problems(seed):
