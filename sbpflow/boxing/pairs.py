@@ -13,6 +13,7 @@ not share memory, separate messages are not faster, and a collective needs fewer
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -30,18 +31,27 @@ _MAX_TAG = 2**31 - 1
 # Number of calls so far per group. The ranks of a group make the same calls in the same order, so
 # the count is a tag on which they agree.
 _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# Per group and tag, the gloo messages that nobody has waited for. If the buffer of a message were
+# freed before the message arrives, gloo could not deliver any later message between the two ranks.
+_under_way: WeakKeyDictionary[dist.ProcessGroup, dict[int, object]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages in flight. Do not touch the send or receive buffers before ``wait`` returns."""
+    """Messages in flight. Do not touch the send or receive buffers before ``wait`` returns.
+
+    Messages without a ``wait`` keep their buffers, and cannot block later messages.
+    """
 
     works: Sequence[dist.Work | Arriving]
+    release: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """Wait for all messages. c10d raises RuntimeError if a peer is gone."""
         for work in self.works:
             work.wait()
+        if self.release is not None:
+            self.release()
 
 
 def pass_messages(
@@ -72,8 +82,12 @@ def pass_messages(
             shared.send(rank, message)
         elif message.numel():
             operations.append(dist.P2POp(dist.isend, message, rank, group, tag))
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Messages([*works, *arriving])
+    if not operations:
+        return Messages(arriving)
+    works = dist.batch_isend_irecv(operations)
+    under_way = _under_way.setdefault(group, {})
+    under_way[tag] = works, operations
+    return Messages([*works, *arriving], partial(under_way.pop, tag, None))
 
 
 def exchange_regions(

@@ -1,5 +1,6 @@
 """Tests that all-to-alls between hosts use pairwise messages and give bit-identical results."""
 
+import gc
 from unittest import mock
 
 import numpy as np
@@ -105,3 +106,28 @@ def _sized_differently(world: World) -> list[float]:
 def test_transfer_does_not_receive_messages_of_the_next(ranks):
     """If ranks disagree on a size, a transfer must not deliver rows of another transfer."""
     assert ranks(2, _sized_differently)[1] == [1.0, 1.0]
+
+
+def _abandoned(world: World) -> list[float]:
+    """Return what rank 1 receives in the second of two transfers; both ranks abandon the first, and
+    rank 0 sends its message only after rank 1 has done so.
+    """
+    link, into = world.link([0, 1], "abandoned"), torch.zeros(3)
+    for number in (1.0, 2.0):
+        if world.rank == 1:
+            messages = pairs.pass_messages({}, {0: into if number > 1 else torch.zeros(3)}, link)
+        gc.collect()
+        world.barrier()
+        if world.rank == 0:
+            messages = pairs.pass_messages({1: torch.full((3,), number)}, {}, link)
+        if number > 1:
+            messages.wait()
+        del messages
+    world.barrier()
+    return into.tolist()
+
+
+def test_abandoned_transfers_do_not_block_later_ones(ranks):
+    """A trainer whose announced batches are never used, for example, abandons their transfers."""
+    assert ranks(2, _between_hosts, _abandoned)[1] == ([2.0, 2.0, 2.0], 2)
+    assert ranks(2, _abandoned)[1] == [2.0, 2.0, 2.0]
