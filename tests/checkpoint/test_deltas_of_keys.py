@@ -25,6 +25,7 @@ from tests.embedding.cases import Spec
 from tests.embedding.growing_case import GrowingCase, Run
 from tests.quick import quick
 
+pytest.importorskip("numba", reason="growing tables need numba")
 EVERY, DELTAS = 2, 3
 LRU = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100

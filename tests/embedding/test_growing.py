@@ -54,6 +54,12 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture
+def ranks(ranks):
+    pytest.importorskip("numba", reason="growing tables need numba")
+    return ranks
+
+
 def start_of(table: str, address: int | None, dim: int) -> np.ndarray:
     """Return the initial values of a key's row, or of the shared row if ``address`` is None."""
     if address is None:

@@ -12,7 +12,13 @@ from sbpflow.embedding.cache.slot_layout import find_loops
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner
 
 ROWS = 300
-FORMS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
+
+
+@pytest.fixture(params=[True, False], ids=["numba", "numpy"])
+def compiled(request) -> bool:
+    if request.param:
+        pytest.importorskip("numba")
+    return request.param
 
 
 def trace(seed, num_batches=60, size=40):
@@ -84,7 +90,6 @@ def run(batches, num_slots, known, ahead, compiled, cancel_from=None, num_thread
     return planner, mirror, decisions
 
 
-@FORMS
 @pytest.mark.parametrize("seed", range(12))
 def test_capacity_holds_and_every_row_has_one_slot(compiled, seed):
     rng = np.random.default_rng(1000 + seed)
@@ -97,7 +102,6 @@ def test_capacity_holds_and_every_row_has_one_slot(compiled, seed):
     assert mirror.fetched > mirror.new > 0
 
 
-@FORMS
 @pytest.mark.parametrize("num_threads", [3, 4])
 def test_lanes_plan_in_parallel(monkeypatch, compiled, num_threads):
     monkeypatch.setattr(slot_planner, "LEAST_LANE", 32)
@@ -109,7 +113,6 @@ def test_lanes_plan_in_parallel(monkeypatch, compiled, num_threads):
     assert mirror.fetched > mirror.new > 0
 
 
-@FORMS
 @pytest.mark.parametrize("seed", range(6))
 def test_lanes_are_merged_if_a_batch_does_not_fit_in_them(monkeypatch, compiled, seed):
     monkeypatch.setattr(slot_planner, "LEAST_LANE", 8)
@@ -123,6 +126,7 @@ def test_lanes_are_merged_if_a_batch_does_not_fit_in_them(monkeypatch, compiled,
 
 @pytest.mark.parametrize("seed", range(6))
 def test_numba_and_numpy_make_the_same_decisions(seed):
+    pytest.importorskip("numba")
     batches = trace(seed, 80)
     results = [
         run(batches, 50 + 5 * seed, 1 + 4 * seed, seed % 3, form)[2] for form in (True, False)
@@ -154,7 +158,6 @@ def belady(batches, num_slots):
     return fetched
 
 
-@FORMS
 @pytest.mark.parametrize("seed", range(4))
 def test_fetches_are_minimal_if_all_batches_are_known(compiled, seed):
     batches = trace(seed)
@@ -174,7 +177,6 @@ def test_the_longest_unused_row_leaves_first():
     assert planner.admit().evicted.tolist() == [2]
 
 
-@FORMS
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16, np.uint8])
 def test_rows_are_copied_to_and_from_columns(compiled, dtype):
     loops, rng = find_loops(compiled=compiled), np.random.default_rng(1)
@@ -190,7 +192,6 @@ def test_rows_are_copied_to_and_from_columns(compiled, dtype):
         assert target.any(1).sum() <= rows.size
 
 
-@FORMS
 def test_canceled_batches_leave_no_lease(compiled):
     batches = trace(3)
     planner, mirror, _ = run(batches, 60, 8, 1, compiled, cancel_from=30)

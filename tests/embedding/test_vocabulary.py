@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("numba", reason="vocabularies need numba")
+
 from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
 from sbpflow.embedding.storage.live_rows import Saved
 from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, requests

@@ -14,6 +14,7 @@ from tests.embedding.growing_case import UNIQUE, GrowingCase, check_equal, joine
 from tests.embedding.test_growing import SHARE, cached, resumed
 from tests.training.test_growing_sets import MODEL, make
 
+pytest.importorskip("numba", reason="growing tables need numba")
 EVICTING = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
 )

@@ -162,6 +162,7 @@ def whole_programs(world, folder):
 
 
 def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
+    pytest.importorskip("numba", reason="growing tables need numba")
     (files,) = rehearsed_ranks(1, whole_programs, str(tmp_path))
     lines = [json.loads(line) for line in files["gpu_dlperf.jsonl"].splitlines()]
     assert [(line["benchmark"], line["rows"]) for line in lines] == [

@@ -101,6 +101,7 @@ def _parse(output: str) -> list[float]:
 @pytest.fixture
 def page_modules(monkeypatch):
     """Return the page's optimizer and its loops as modules with the names from the page."""
+    pytest.importorskip("numba")
     for name, block in (("my_rules", BLOCKS[3]), ("my_loops", BLOCKS[4])):
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
@@ -109,7 +110,6 @@ def page_modules(monkeypatch):
 
 
 def test_the_optimizer_of_the_page_is_the_same_in_both_kernels(page_modules):
-    pytest.importorskip("numba")
     rule = sparse_optimizer("my_rules:Momentum", lr=0.1, momentum=0.5, weight_decay=0.2)
     assert type(rule) is page_modules.Momentum
     torch.manual_seed(0)

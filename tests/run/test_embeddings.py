@@ -51,6 +51,7 @@ def run(tmp_path_factory) -> "sbpflow.Run":
 
 @pytest.fixture(scope="module")
 def growing(tmp_path_factory) -> "sbpflow.Run":
+    pytest.importorskip("numba", reason="growing tables need numba")
     rare = pl.when(pl.int_range(600) < 3).then(pl.lit(-1000) - pl.int_range(600))
     return sbpflow.fit(
         {**CONFIG, "model": {**CONFIG["model"], "fields": {"*": GROWS}}},

@@ -315,6 +315,7 @@ def test_explain_compares_the_limit_with_the_keys_of_the_data():
 
 
 def test_fields_that_share_a_table_share_the_ids_of_a_bundle(tmp_path):
+    pytest.importorskip("numba", reason="growing tables need numba")
     cities = ["Oslo", "Rome", "Aarhus", ""]
     table = pl.DataFrame({
         "home": [cities[row % 3] for row in range(400)],

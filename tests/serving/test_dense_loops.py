@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("numba", reason="the loops need numba")
+
 from sbpflow.serving import dense_loops, encoder_loops
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.lookups import plan_lookups

@@ -5,6 +5,7 @@ loops.
 import csv
 import tempfile
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from sbpflow.data.format.schema import DenseColumn
 from sbpflow.data.prepare.cells import _dense
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.new_rows import encode
-from sbpflow.serving import cells, encoder_loops
+from sbpflow.serving import cells
 from sbpflow.serving import encoder as encoder_module
 from sbpflow.serving.columns import RowError
 from sbpflow.serving.encoder import Cells, Encoder, Vocabularies
@@ -37,6 +38,18 @@ ODD = ["NA", "", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.
 TYPED = [None, 0, 1, -1, 7, 2**31, -(2**63), 2**63 - 1, 2**32 - 1]
 FLOATS = [None, float("nan"), 0.0, -0.0, 7.0, 7.5, 1e300, -1e39, float("inf"), 2.0**63, -(2.0**63)]
 TEXT = st.one_of(st.sampled_from(ODD), st.text(max_size=6))
+
+
+@pytest.fixture(scope="module")
+def encoder_loops():
+    pytest.importorskip("numba", reason="the loops need numba")
+    return import_module("sbpflow.serving.encoder_loops")
+
+
+@pytest.fixture(scope="module", params=["numpy", "loops"])
+def loops(request):
+    """Return what an ``Encoder`` needs to use numpy, and to use the loops."""
+    return None if request.param == "numpy" else request.getfixturevalue("encoder_loops")
 
 
 def encoder_of(manifest, growing, folder, loops=None) -> Encoder:
@@ -245,10 +258,9 @@ def line(row) -> str:
         return file.read()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=tables())
-def test_ids_equal_those_of_encode(compiled, drawn):
+def test_ids_equal_those_of_encode(loops, drawn):
     schema, options, rows, new = drawn
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -265,7 +277,7 @@ def test_ids_equal_those_of_encode(compiled, drawn):
         manifest = encode([folder / "new.csv"], folder / "new", like=like.path, workers=1,
                           max_bad_fraction=1.0)  # fmt: skip
         growing = saved_keys(like)
-        encoder = encoder_of(like, growing, folder, encoder_loops if compiled else None)
+        encoder = encoder_of(like, growing, folder, loops)
         good = []
         for row in new:
             try:
@@ -304,7 +316,7 @@ def check_equal(got, batch, manifest, growing):
 
 
 @pytest.fixture(scope="module")
-def plain_encoders(tmp_path_factory):
+def plain_encoders(tmp_path_factory, encoder_loops):
     """Return encoders with and without compiled loops for a set without lists."""
     folder = tmp_path_factory.mktemp("plain")
     dense = {"whole": {"kind": "integer"}, "real": {}}
@@ -389,7 +401,7 @@ def test_lists_of_common_types_need_no_python_per_cell(plain_encoders):
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=st.text(max_size=300))
-def test_compiled_string_keys_are_blake2b(text):
+def test_compiled_string_keys_are_blake2b(encoder_loops, text):
     try:
         raw = np.frombuffer(text.encode() + b"\n", dtype=np.uint8)
     except UnicodeEncodeError:

@@ -41,6 +41,7 @@ from tests.serving.bundles import (
 from tests.serving.test_bundle import ALONE, NAMES
 from tests.serving.test_metrics import values
 
+pytest.importorskip("numba", reason="growing tables need numba")
 OWN = "tests.serving.bundles:OwnConfig"
 
 

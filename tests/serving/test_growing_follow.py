@@ -23,6 +23,7 @@ from sbpflow.serving.scorer import load
 from tests.quick import quick
 from tests.serving.bundles import make_keyed_set
 
+pytest.importorskip("numba", reason="growing tables need numba")
 GROWS = "{vocabulary: dynamic, admit_count: 2, evict: {max_rows: 65536}}"
 FITTED = "{vocabulary: fitted}"
 WORDS = [

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("numba", reason="the loops need numba")
+
 from sbpflow.serving.json_loops import JsonLines
 
 NUMBER, TEXT = 1, 2

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("numba", reason="the loops need numba")
+
 from sbpflow.serving import encoder_loops
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.lookups import Gather, Lookup

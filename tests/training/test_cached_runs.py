@@ -92,6 +92,6 @@ def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp
 
 
 def test_a_cache_too_small_for_a_step_is_refused_with_a_size(synth_set, tmp_path):
-    small = ("parallel.storage.deep.*={kind: file, cache: 1%}",)
+    small = ("parallel.kernel=torch", "parallel.storage.deep.*={kind: file, cache: 1%}")
     with pytest.raises(ValueError, match=r"cache: .* \d+ slots .* needs .* use [\d.]+% or more"):
         run(synth_set, tmp_path, *COMMON, *small)

@@ -127,8 +127,7 @@ def cases() -> list[tuple[int, Case]]:
 
 @pytest.mark.parametrize(("size", "case"), quick(cases(), lambda n: n in (4, 9, 11, 12)), ids=str)
 def test_cached_tables_equal_tables_on_the_device(ranks, memory, size, case):
-    if case.kernel == "fbgemm":
-        pytest.importorskip("fbgemm_gpu")
+    pytest.importorskip({"fbgemm": "fbgemm_gpu"}.get(case.kernel, case.kernel))
     check(ranks, size, case, memory)
 
 

@@ -143,6 +143,7 @@ def cached(config: Config, folder: Any) -> Config:
 
 
 def test_cached_tables_send_early_rows_too(ranks, tmp_path):
+    pytest.importorskip("numba")
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=16, kernel="numba")
     want = ranks(2, run, early_config(config, False), 1, 1)
     for late in (False, True):

@@ -17,6 +17,7 @@ from sbpflow.commands.predict import predict
 from sbpflow.data.__main__ import main as data
 from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.shards import RowFiles
+from sbpflow.embedding.storage import live_rows
 from sbpflow.errors import ConfigError
 from sbpflow.run.report.page import write_report
 from sbpflow.runtime.random.streams import mix
@@ -52,14 +53,21 @@ def make(folder, name, seed, *more, rows=ROWS):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return a folder with two sets and a finished run, which was trained on the first set."""
+def sets(tmp_path_factory):
+    """Return a folder with two sets and the configuration of a run."""
     folder = tmp_path_factory.mktemp("growing")
     (folder / "run.yaml").write_text(MODEL)
     first = make(folder, "first", 1, "--keys", "C3,C7")
     make(folder, "second", 2, "--like", first)
-    assert start(folder, first, "run") == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(sets):
+    """Return the folder after a run on the first set."""
+    pytest.importorskip("numba", reason="growing tables need numba")
+    assert start(sets, sets / "first", "run") == 0
+    return sets
 
 
 def start(folder, path, name, *more):
@@ -96,8 +104,8 @@ def test_rows_go_to_keys_that_occur_often_enough(run):
     assert "Growing tables" in write_report([run / "run"]).read_text()
 
 
-def test_explain_shows_the_limits(run, capsys):
-    words = ["--config", str(run / "run.yaml"), f"data.path={run / 'first'}", "--world-size", "1"]
+def test_explain_shows_the_limits(sets, capsys):
+    words = ["--config", str(sets / "run.yaml"), f"data.path={sets / 'first'}", "--world-size", "1"]
     assert explain(words) == 0
     out = capsys.readouterr().out
     assert "growing tables:" in out
@@ -109,14 +117,15 @@ def test_explain_shows_the_limits(run, capsys):
     assert [entry["table"] for entry in growing] == ["wide.C3", "deep.C3", "deep.C7"]
 
 
-def test_explain_forecasts_the_rows_of_keys_in_a_cache(run, capsys):
-    words = ["--config", str(run / "run.yaml"), "--world-size", "2", f"data.path={run / 'first'}"]
+def test_explain_forecasts_the_rows_of_keys_in_a_cache(sets, capsys):
+    pytest.importorskip("numba", reason="growing tables need numba")
+    words = ["--config", str(sets / "run.yaml"), "--world-size", "2", f"data.path={sets / 'first'}"]
     words += ["model.embedding_dim=8", 'parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
     assert explain([*words, "--json"]) == 0
     caches = json.loads(capsys.readouterr().out)["caches"]
     num_rows: list[int] = []  # per batch: keys with rows, plus 1 if the shared row is used
     counts = dict[int, int]()
-    keys = RowFiles(load_manifest(run / "first"), "train").keys(0, 32 * BATCH)[:, 0]
+    keys = RowFiles(load_manifest(sets / "first"), "train").keys(0, 32 * BATCH)[:, 0]
     for batch in keys.reshape(32, BATCH).tolist():
         for key in batch:
             counts[key] = counts.get(key, 0) + 1
@@ -128,6 +137,14 @@ def test_explain_forecasts_the_rows_of_keys_in_a_cache(run, capsys):
         ConfigError, match=r"cache: the cache of .*deep\.C3 has 4 slots for rows on rank"
     ):
         explain([*words, 'parallel.storage={"deep.C3": {kind: file, cache: 0.01%}}'])
+
+
+def test_a_forecast_without_numba_names_the_missing_package(sets, monkeypatch):
+    monkeypatch.setattr(live_rows, "find_spec", lambda name: None)
+    words = ["--config", str(sets / "run.yaml"), "--world-size", "2", f"data.path={sets / 'first'}"]
+    words += ['parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
+    with pytest.raises(ConfigError, match=r"field C3: vocabulary: dynamic needs numba, which is"):
+        explain(words)
 
 
 def test_raw_rows_are_scored_by_their_keys(run):
@@ -189,17 +206,18 @@ def test_a_run_continues_on_rows_of_another_day(run, capfd):
         ),
     ],
 )
-def test_settings_are_checked_before_training(run, words, message):
-    path = run / "first"
+def test_settings_are_checked_before_training(sets, words, message):
+    path = sets / "first"
     if message is None:  # on one rank, nothing is copied
-        assert start(run, path, "dp", "train.max_steps=2", *words) == 0
+        pytest.importorskip("numba", reason="growing tables need numba")
+        assert start(sets, path, "dp", "train.max_steps=2", *words) == 0
         return
     with pytest.raises(ConfigError, match=message):
-        start(run, path, "refused", *words)
+        start(sets, path, "refused", *words)
 
 
-def test_copies_of_growing_tables_are_refused(run):
-    words = ["--config", str(run / "run.yaml"), f"data.path={run / 'first'}", "--world-size", "2"]
+def test_copies_of_growing_tables_are_refused(sets):
+    words = ["--config", str(sets / "run.yaml"), f"data.path={sets / 'first'}", "--world-size", "2"]
     with pytest.raises(ConfigError, match=r"table .*C3: grows: layout .* use S\(0\) or S\(1\)"):
         explain([*words, "parallel.scheme=dp"])
     assert explain([*words, "parallel.scheme=auto"]) == 0
@@ -318,6 +336,7 @@ def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
         with pytest.raises(ConfigError, match=message):
             start(tmp_path, tmp_path / "set", "run")
         return
+    pytest.importorskip("numba", reason="growing tables need numba")
     assert start(tmp_path, tmp_path / "set", "run") == 0
     last = steps_of(tmp_path / "run")[-1]
     assert last["step"] == 1080

@@ -214,17 +214,25 @@ def test_kernels_without_the_optimizer_are_not_chosen():
                 kernel_function(RULE, kernel)
     assert choose_kernel("auto", facts(), {}).name == "numba"
     assert choose_kernel("auto", facts("cuda"), {}).name == "torch"
+
+
+def test_a_kernel_that_supports_no_table_is_refused():
+    pytest.importorskip("fbgemm_gpu")
     plan = case_of("scheme 3", 2, "auto").plan(2)
     with pytest.raises(ConfigError, match=r"fbgemm supports none .* support scaled_momentum"):
         choose_kernels(plan, "fbgemm")
 
 
-def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
+def test_functions_of_kernels_that_do_not_exist_are_named(monkeypatch):
+    pytest.importorskip("numba")
     place = "tests.embedding.own_rule_loops:scaled_momentun"
     monkeypatch.setattr(ScaledMomentum, "kernels", {"numba": place})
     with pytest.raises(SbpError, match=rf"kernels\['numba'\] is '{place}'"):
         kernel_function(RULE, "numba")
-    monkeypatch.setattr(ScaledMomentum, "kernels", {"nunba": place})
+
+
+def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
+    monkeypatch.setattr(ScaledMomentum, "kernels", {"nunba": "own_rule_loops:scaled_momentum"})
     with pytest.raises(ConfigError, match=r"kernels contains nunba; use one of numba"):
         ScaledMomentum()
 

@@ -302,6 +302,7 @@ def announced_for_two_steps(world: World) -> tuple[list[Any], list[float], list[
 
 
 def test_batches_announced_for_two_steps_can_be_trained_on_after_the_refusal(ranks):
+    pytest.importorskip("numba", reason="growing tables need numba")
     for (message, announced), after, without in ranks(2, announced_for_two_steps):
         assert message.startswith("step: the 2 batches were announced for different steps")
         assert announced == 2

@@ -180,6 +180,7 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def check(ranks, size: int, case: Case, folder: Path) -> None:
+    pytest.importorskip({"fbgemm": "fbgemm_gpu"}.get(case.kernel, case.kernel))
     results = ranks(size, whole_run, case, folder)
     for device, slots in results:
         assert slots["losses"] == device["losses"]
@@ -242,8 +243,6 @@ FAR = ((1, "3"), (2, "1"), (4, "3"))
     ids=str,
 )
 def test_other_kernels_exchanges_and_clipping_work(ranks, memory, size, case):
-    if case.kernel == "fbgemm":
-        pytest.importorskip("fbgemm_gpu")
     check(ranks, size, case, memory)
 
 

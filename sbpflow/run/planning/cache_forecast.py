@@ -17,6 +17,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.embedding.storage.live_rows import check_numba
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import RunPlan
 
@@ -41,7 +42,7 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     ``batches`` contains the ids of global batches. The counts are ``unique``, ``fetched``,
     ``read``, and ``written``. Stacks with ragged features are omitted. Growing tables start without
     keys, as in a new run. Raises ConfigError if a cache is too small for the rows that it
-    must hold at once.
+    must hold at once, or if there are growing tables but numba is not installed.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
@@ -70,7 +71,8 @@ def _replace_keys(plan: RunPlan, matrices: list[Ids]) -> None:
     """Replace the keys of growing fields with the rows that their owners assign to them."""
     if not plan.embeddings.vocabularies:
         return
-    from sbpflow.embedding.vocabulary.vocabulary import Vocabulary  # needs numba
+    check_numba(plan.embeddings.vocabularies[0].name)
+    from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 
     for field in plan.embeddings.vocabularies:
         # ``batches`` have no event times.
