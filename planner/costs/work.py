@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sbpflow.costs.counts import INDEX, Facts, Ints, Key, vector_of, work_of
+from sbpflow.costs.counts import INDEX, INDEX_ITEM, Facts, Ints, Key, vector_of, work_of
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, Member
@@ -49,7 +49,8 @@ def base_work(task: Task) -> Floats:
             "batch_ids": samples * ids,
             # four values: a parameter, its gradient, and Adam's two states
             "memory_bytes": 4.0 * item * parameters,
-            "buffer_bytes": samples * ((1 + task.lookahead) * 8 * ids + 3 * item * width),
+            # ids, the outputs, and their gradients
+            "buffer_bytes": samples * ((1 + task.lookahead) * 4 * ids + 2 * item * width),
         }
     )
 
@@ -90,6 +91,7 @@ def _facts(task: Task, table: TableConfig, hosts: int) -> Facts:
         vector_item=vector_item,
         gradient_item=vector_item,
         window=1 + task.lookahead,
+        index_item=INDEX_ITEM[task.device_type],
         state=rule.state_counts,
         slot_share=1.0 if table.storage is None else table.storage.share,
         shares_state=rule.shares_row_state,

@@ -77,6 +77,11 @@ Key = tuple[int, str]  # Index of a feature, and a string; equal keys are counte
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
+# Bytes of a lookup's address and of its place among the unique rows, by device type. The compiled
+# loops on CPU keep three 4-byte numbers; on CUDA, ``SortedSegments`` keeps eight tensors.
+INDEX_ITEM = {"cpu": 12.0, "cuda": 48.0}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The facts about a table and a step from which an exchange computes counts. Only the cut (the
@@ -87,8 +92,9 @@ class Facts:
     ``wanted`` if the layout does not distinguish hosts). ``vectors`` is the number of vectors sent
     per sample. An element has ``item`` bytes in arithmetic, ``row_item`` bytes in stored rows,
     ``vector_item`` bytes in sent vectors, and ``gradient_item`` bytes in sent gradients. ``window``
-    is the number of batches whose ids are in memory at the same time. ``state`` contains the number
-    of optimizer state values per row and the number per element.
+    is the number of batches whose ids are in memory at the same time. A lookup's address and its
+    place among the unique rows have ``index_item`` bytes. ``state`` contains the number of
+    optimizer state values per row and the number per element.
     """
 
     world_size: int
@@ -106,6 +112,7 @@ class Facts:
     vector_item: float = 4.0
     gradient_item: float = 4.0
     window: int = 1
+    index_item: float = INDEX_ITEM["cpu"]
     state: tuple[int, int] = (0, 0)
     slot_share: float = 1.0  # Share of rows that are on the device.
     # True if ranks that store different columns of a row share its state.
@@ -137,6 +144,13 @@ class Facts:
     def both_ways(self) -> float:
         """Return the bytes sent for one element of a vector and of its gradient."""
         return self.vector_item + self.gradient_item
+
+    def sums_bytes(self, rows: float, width: float, out: float) -> float:
+        """Return by how many bytes the summed gradients of ``rows`` in an update exceed the vectors
+        and gradients of this rank's samples, which are freed before. ``out`` is the number of
+        elements that the rank sends.
+        """
+        return self.item * max(rows * width - 2 * out, 0.0)
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
         """Return the bytes that are sent to sum squared gradients over the ranks that share

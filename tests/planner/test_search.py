@@ -191,11 +191,11 @@ def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
     task = replace(make_sample(0, 16, num_tables=26, batch_size=4096, giant=0.4).task, num_hosts=2)
     profile = with_link(described("h100-dgx"), *link_of("10gbit", 8))
     setting = Setting(task, problem_of(TaskCost(profile, task), table_wise))
-    even = 1.15 * price_of(setting.problem, GREEDY["size"](setting)).memory.mean()
+    even = 1.05 * price_of(setting.problem, GREEDY["size"](setting)).memory.mean()
     cost = TaskCost(profile, replace(task, device_bytes=(int(even),) * 16))
     planned = make_plan("auto", cost)
     assert planned.priced.feasible
-    assert planned.priced.ms < 17.0  # without these starts, the search ended at 21.3 ms
+    assert planned.priced.ms < 28.0  # without these starts, the search ended at 34.4 ms
 
 
 def test_branches_raise_the_bound():

@@ -37,7 +37,9 @@ class Alone(Exchange):
         out = facts.batch_size * facts.dim * facts.vectors
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
-            "buffer_bytes": 24 * facts.lookups + 3 * out * facts.item,
+            "buffer_bytes": facts.window * facts.index_item * facts.lookups
+            + out * facts.item
+            + facts.sums_bytes(facts.touched, facts.dim, out),
             **_looked_up(facts.lookups, facts.dim, out),
             "home_elements": out,
             **facts.steps(facts.touched, facts.dim),
@@ -84,9 +86,11 @@ class DenseAllreduce(Exchange):
             # searching for touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
-            "buffer_bytes": 24 * facts.local_lookups
-            + 3 * out * facts.item
-            + 4 * numbers * facts.gradient_item,
+            # The dense gradients exist three times: per table, joined, and as sent. The gradients
+            # of the rank's own rows exist twice: with and without a count.
+            "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
+            + numbers * (2 * facts.item + facts.gradient_item)
+            + facts.wanted * (2 * facts.dim + 1) * facts.item,
         }
 
 
@@ -120,8 +124,8 @@ class _Boxed(Exchange):
         return {
             "home_elements": received,
             "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
-            "buffer_bytes": received * facts.both_ways
-            + 2 * samples * facts.dim * facts.vectors * facts.item,
+            # partial sums from the other owners of rows
+            "buffer_bytes": (received - samples * facts.dim * facts.vectors) * facts.item,
             "gradient_bytes": received * facts.gradient_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
@@ -132,8 +136,9 @@ class _Boxed(Exchange):
         return {
             "memory_bytes": facts.stored(rows, width),
             "buffer_bytes": facts.window * 8 * facts.lookups
-            + 16 * reads
-            + out * (facts.both_ways + facts.item),
+            + facts.index_item * reads
+            + out * facts.item
+            + facts.sums_bytes(touched, width, out),
             "seen_ids": facts.lookups,
             **_looked_up(reads, width, out),
             "copied_bytes": 2 * facts.both_ways * out,

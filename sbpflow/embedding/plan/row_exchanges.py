@@ -116,8 +116,9 @@ class CopiedRows(RowExchange):
         return (_gradients(group, "all_gather", most * to_others, rows * to_others),)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        size, dim, wanted, item = facts.world_size, facts.dim, facts.wanted, facts.item
-        out = facts.batch_size / size * dim * facts.vectors
+        size, dim, wanted = facts.world_size, facts.dim, facts.wanted
+        sums = facts.sums_bytes(facts.touched, dim, facts.samples * dim * facts.vectors)
+        gathered = wanted * dim * size
         return {
             "memory_bytes": facts.stored(facts.num_rows, dim),
             **facts.steps(facts.touched, dim),
@@ -130,9 +131,10 @@ class CopiedRows(RowExchange):
             "gradient_bytes": wanted * dim * (size - 1) * facts.gradient_item,
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
-            "buffer_bytes": facts.window * 24 * facts.local_lookups
-            + 3 * out * item
-            + wanted * size * (12 + dim * 3 * item),
+            "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
+            + wanted * size * facts.index_item
+            # The rank's own gradients are freed before the update sums the gathered ones.
+            + max((wanted * dim + gathered) * facts.gradient_item, gathered * facts.item + sums),
         }
 
 
@@ -224,7 +226,10 @@ class UniqueColumns(RowExchange):
         return {
             **_expanded(facts),
             **received,
-            "buffer_bytes": received["buffer_bytes"] + sides * facts.both_ways,
+            # The gradients exist as sums, as columns for each rank, and as received; or, after they
+            # have been sent, as received and in the dtype of the arithmetic, which ``part`` counts.
+            "buffer_bytes": received["buffer_bytes"]
+            + sides * max(2 * facts.gradient_item - facts.item, 0.0),
             "home_elements": sides,
             "copied_bytes": 2 * sides * facts.both_ways,
             "counted_bytes": 4.0 * facts.wanted * (facts.world_size - 1),
@@ -259,9 +264,8 @@ def _received(facts: Facts) -> dict[str, float]:
     return {
         "gradient_bytes": elements * facts.gradient_item,
         "copied_bytes": elements * facts.both_ways,
-        "buffer_bytes": facts.window * 24 * facts.local_lookups
-        + elements * (facts.both_ways + 2 * facts.item)
-        + 3 * facts.item * facts.dim * facts.batch_size / facts.world_size * facts.vectors,
+        "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
+        + elements * facts.gradient_item,
     }
 
 
@@ -272,7 +276,7 @@ def _served(
     distinct."""
     return {
         "memory_bytes": facts.stored(rows, width),
-        "buffer_bytes": requested * (12 + width * (facts.both_ways + 2 * facts.item)),
+        "buffer_bytes": requested * (facts.index_item + width * facts.item),
         "read_rows": requested,
         "read_elements": requested * width,
         "update_ids": requested,

@@ -125,9 +125,11 @@ class UniqueTwoLevel(Exchange):
         summed = facts.local_lookups + wanted  # number of rows to expand, and of gradients to sum
         return {
             "memory_bytes": facts.stored(facts.num_rows / facts.world_size, dim),
-            "buffer_bytes": facts.window * 24 * (facts.local_lookups + wanted)
-            + (wanted + merged) * (12 + dim * (facts.both_ways + 2 * facts.item))
-            + 3 * facts.item * dim * facts.samples * facts.vectors,
+            # The sums of this rank's samples and those received from its host exist together with
+            # the merged sums.
+            "buffer_bytes": facts.window * facts.index_item * (facts.local_lookups + wanted)
+            + merged * facts.index_item
+            + dim * (2 * wanted * facts.item + merged * facts.item),
             "home_sort": summed,
             "home_unique": wanted + merged,
             "expand_rows": summed,
