@@ -52,8 +52,9 @@ S, Q = 0.9, 5.0
 SAMPLED_S = 3e-4  # interval between two samples of the allocated memory
 
 
-def make_sample(name: str, world_size: int) -> Sample:
-    tables, rows, dim, ids, batch = TASKS[name]
+def make_sample(shape: tuple[int, int, int, int, int], world_size: int) -> Sample:
+    """Return a task with a shape like those in ``TASKS``."""
+    tables, rows, dim, ids, batch = shape
     table = Drawn(num_rows=rows, active=rows, pooling=ids, s=S, q=Q)
     task = make_task([table] * tables, [dim] * tables, world_size=world_size, batch_size=batch)
     return Sample(task=task, laws={one.name: Law(s=S, q=Q) for one in task.tables})
@@ -81,8 +82,8 @@ class _MallocInfo(ctypes.Structure):
 
 
 def allocated_bytes(run: Callable[[], object]) -> int:
-    """Return the peak of the allocated memory during ``run``, above that before. Rows, which have
-    mappings of their own, are not counted.
+    """Return the peak of the allocated memory during ``run``, minus the memory allocated before.
+    Blocks of rows of at least 4 MiB, which have mappings of their own, are not counted.
     """
     info = ctypes.CDLL("libc.so.6").mallinfo2
     info.restype = _MallocInfo
@@ -102,9 +103,11 @@ def allocated_bytes(run: Callable[[], object]) -> int:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    run()
-    ended.set()
-    watching.join()
+    try:
+        run()
+    finally:
+        ended.set()
+        watching.join()
     return peak[0] - before
 
 
@@ -118,7 +121,7 @@ def _status_bytes(name: str) -> int:
 
 def measured(world: World, boxing: Boxing, name: str) -> list[dict[str, Any]]:
     """Return one row per layout of a task."""
-    sample, rows = make_sample(name, world.size), list[dict[str, Any]]()
+    sample, rows = make_sample(TASKS[name], world.size), list[dict[str, Any]]()
     cost = TaskCost(described("h100-dgx"), sample.task)
     for layout, plan in draw_plans(sample, 0, 64):
         if not layout.startswith("all "):

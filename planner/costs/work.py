@@ -92,6 +92,8 @@ def _facts(task: Task, table: TableConfig, hosts: int) -> Facts:
         gradient_item=vector_item,
         window=1 + task.lookahead,
         index_item=INDEX_ITEM[task.device_type],
+        # The batches' gradients are joined while the parts are still in memory.
+        collected=1 if task.accumulate == 1 else 2 * task.accumulate,
         state=rule.state_counts,
         slot_share=1.0 if table.storage is None else table.storage.share,
         shares_state=rule.shares_row_state,

@@ -30,7 +30,7 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 2  # increment if the same arguments would train a different planner
+VERSION = 3  # increment if the same arguments would train a different planner
 
 
 class Learned(Protocol):

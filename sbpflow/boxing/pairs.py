@@ -31,16 +31,14 @@ _MAX_TAG = 2**31 - 1
 # Number of calls so far per group. The ranks of a group make the same calls in the same order, so
 # the count is a tag on which they agree.
 _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-# Per group and tag, the gloo messages that nobody has waited for. If the buffer of a message were
-# freed before the message arrives, gloo could not deliver any later message between the two ranks.
-_under_way: WeakKeyDictionary[dist.ProcessGroup, dict[int, object]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
     """Messages in flight. Do not touch the send or receive buffers before ``wait`` returns.
 
-    Messages without a ``wait`` keep their buffers, and cannot block later messages.
+    The buffers of messages that nobody waits for are kept until the world closes, so that they
+    cannot block later messages.
     """
 
     works: Sequence[dist.Work | Arriving]
@@ -85,9 +83,8 @@ def pass_messages(
     if not operations:
         return Messages(arriving)
     works = dist.batch_isend_irecv(operations)
-    under_way = _under_way.setdefault(group, {})
-    under_way[tag] = works, operations
-    return Messages([*works, *arriving], partial(under_way.pop, tag, None))
+    link.under_way[tag] = works, *receives.values(), *sends.values()
+    return Messages([*works, *arriving], partial(link.under_way.pop, tag, None))
 
 
 def exchange_regions(

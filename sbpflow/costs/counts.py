@@ -18,7 +18,7 @@ from sbpflow.costs.ids import Floats
 
 FEATURES = (
     # ``memory_bytes`` counts rows and optimizer state; ``buffer_bytes`` counts ids, vectors, and
-    # gradients in flight.
+    # gradients in flight, and their sums.
     "memory_bytes",
     "buffer_bytes",
     "always",
@@ -77,8 +77,9 @@ Key = tuple[int, str]  # Index of a feature, and a string; equal keys are counte
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
-# Bytes of a lookup's address and of its place among the unique rows, by device type. The compiled
-# loops on CPU keep three 4-byte numbers; on CUDA, ``SortedSegments`` keeps eight tensors.
+# Bytes that a lookup's address and its place among the unique rows take, by device type: on CPU,
+# three 4-byte numbers of the compiled loops (torch's kernel needs 38 bytes); on CUDA, the tensors
+# of ``SortedSegments``, which were counted but not measured.
 INDEX_ITEM = {"cpu": 12.0, "cuda": 48.0}
 
 
@@ -93,8 +94,9 @@ class Facts:
     per sample. An element has ``item`` bytes in arithmetic, ``row_item`` bytes in stored rows,
     ``vector_item`` bytes in sent vectors, and ``gradient_item`` bytes in sent gradients. ``window``
     is the number of batches whose ids are in memory at the same time. A lookup's address and its
-    place among the unique rows have ``index_item`` bytes. ``state`` contains the number of
-    optimizer state values per row and the number per element.
+    place among the unique rows take ``index_item`` bytes. The gradients that a rank receives exist
+    ``collected`` times before an update. ``state`` contains the number of optimizer state values
+    per row and the number per element.
     """
 
     world_size: int
@@ -113,6 +115,7 @@ class Facts:
     gradient_item: float = 4.0
     window: int = 1
     index_item: float = INDEX_ITEM["cpu"]
+    collected: int = 1
     state: tuple[int, int] = (0, 0)
     slot_share: float = 1.0  # Share of rows that are on the device.
     # True if ranks that store different columns of a row share its state.
@@ -147,8 +150,8 @@ class Facts:
 
     def sums_bytes(self, rows: float, width: float, out: float) -> float:
         """Return by how many bytes the summed gradients of ``rows`` in an update exceed the vectors
-        and gradients of this rank's samples, which are freed before. ``out`` is the number of
-        elements that the rank sends.
+        and gradients of this rank's samples, which are freed before the update. ``out`` is their
+        number of elements for the tables that this rank updates, if all ranks update equally many.
         """
         return self.item * max(rows * width - 2 * out, 0.0)
 

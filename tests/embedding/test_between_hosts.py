@@ -1,6 +1,8 @@
 """Tests that all-to-alls between hosts use pairwise messages and give bit-identical results."""
 
 import gc
+import weakref
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -131,3 +133,24 @@ def test_abandoned_transfers_do_not_block_later_ones(ranks):
     """A trainer whose announced batches are never used, for example, abandons their transfers."""
     assert ranks(2, _between_hosts, _abandoned)[1] == ([2.0, 2.0, 2.0], 2)
     assert ranks(2, _abandoned)[1] == [2.0, 2.0, 2.0]
+
+
+def _closed(world: World) -> tuple[bool, bool]:
+    """Return whether the buffer of an abandoned receive exists before and after its link ends."""
+    link, into = replace(world.link([0, 1], "closed"), shared=None), torch.zeros(3)
+    buffer = weakref.ref(into)
+    pairs.pass_messages({}, {1 - world.rank: into}, link)
+    del into
+    gc.collect()
+    before = buffer() is not None
+    world._links = {key: kept for key, kept in world._links.items() if key[1] != "closed"}
+    del link
+    gc.collect()
+    return before, buffer() is not None
+
+
+def test_buffers_of_abandoned_transfers_are_freed_with_their_link(ranks):
+    """Otherwise, their sockets would stay open, and peers would wait for this rank after it has
+    closed its world.
+    """
+    assert ranks(2, _closed) == [(True, False)] * 2

@@ -138,7 +138,9 @@ def test_shards_that_are_mapped_are_not_removed(remote, local, tmp_path):
     limit = size_of(local, "train") + 1000
     manifest = load_manifest(SET, cache=options(tmp_path, limit))
     loader = open_loader(manifest, batch_size=300, backend="memmap", shuffle="runs")
-    with pytest.raises(ConfigError, match=r"data\.cache\.size: .* are in use; use, for example"):
+    with pytest.raises(
+        ConfigError, match=r"data\.cache\.size: the files in use and another .* exceed"
+    ):
         rows_of(manifest, "val", shuffle="none")
     assert len(list(loader.epoch(0))) == loader.num_steps
     loader.close()

@@ -48,7 +48,7 @@ def encoder_loops():
 
 @pytest.fixture(scope="module", params=["numpy", "loops"])
 def loops(request):
-    """Return what an ``Encoder`` needs to use numpy, and to use the loops."""
+    """Return the ``loops`` argument of an ``Encoder``: None for numpy, or the compiled loops."""
     return None if request.param == "numpy" else request.getfixturevalue("encoder_loops")
 
 

@@ -38,7 +38,7 @@ class Alone(Exchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             "buffer_bytes": facts.window * facts.index_item * facts.lookups
-            + out * facts.item
+            + out * facts.item * facts.collected
             + facts.sums_bytes(facts.touched, facts.dim, out),
             **_looked_up(facts.lookups, facts.dim, out),
             "home_elements": out,
@@ -137,7 +137,7 @@ class _Boxed(Exchange):
             "memory_bytes": facts.stored(rows, width),
             "buffer_bytes": facts.window * 8 * facts.lookups
             + facts.index_item * reads
-            + out * facts.item
+            + out * facts.item * facts.collected
             + facts.sums_bytes(touched, width, out),
             "seen_ids": facts.lookups,
             **_looked_up(reads, width, out),

@@ -118,7 +118,7 @@ class CopiedRows(RowExchange):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         size, dim, wanted = facts.world_size, facts.dim, facts.wanted
         sums = facts.sums_bytes(facts.touched, dim, facts.samples * dim * facts.vectors)
-        gathered = wanted * dim * size
+        own, gathered = wanted * dim, wanted * dim * size
         return {
             "memory_bytes": facts.stored(facts.num_rows, dim),
             **facts.steps(facts.touched, dim),
@@ -134,7 +134,10 @@ class CopiedRows(RowExchange):
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
             + wanted * size * facts.index_item
             # The rank's own gradients are freed before the update sums the gathered ones.
-            + max((wanted * dim + gathered) * facts.gradient_item, gathered * facts.item + sums),
+            + max(
+                (own + gathered) * facts.gradient_item,
+                gathered * facts.item * facts.collected + sums,
+            ),
         }
 
 
@@ -276,7 +279,7 @@ def _served(
     distinct."""
     return {
         "memory_bytes": facts.stored(rows, width),
-        "buffer_bytes": requested * (facts.index_item + width * facts.item),
+        "buffer_bytes": requested * (facts.index_item + width * facts.item * facts.collected),
         "read_rows": requested,
         "read_elements": requested * width,
         "update_ids": requested,

@@ -129,7 +129,7 @@ class UniqueTwoLevel(Exchange):
             # the merged sums.
             "buffer_bytes": facts.window * facts.index_item * (facts.local_lookups + wanted)
             + merged * facts.index_item
-            + dim * (2 * wanted * facts.item + merged * facts.item),
+            + dim * (2 * wanted * facts.item + merged * facts.item * facts.collected),
             "home_sort": summed,
             "home_unique": wanted + merged,
             "expand_rows": summed,

@@ -60,7 +60,7 @@ def check_numba(field: str) -> None:
     if find_spec("numba") is None:
         raise ConfigError(
             f"field {field}: vocabulary: dynamic needs numba, which is not installed; install "
-            "numba, or use vocabulary: fitted"
+            "numba, or train with vocabulary: fitted"
         )
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -52,10 +52,16 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A process group with the memory that its ranks on this host share."""
+    """A process group with the memory that its ranks on this host share.
+
+    ``under_way`` contains, by tag, the messages of this rank that nobody has waited for, and their
+    tensors. If the buffer of a message were freed before the message arrives, gloo could not
+    deliver any later message between the two ranks.
+    """
 
     group: dist.ProcessGroup
     shared: SharedChannel | None = None
+    under_way: dict[int, object] = field(default_factory=dict[int, object], compare=False)
 
 
 class World:

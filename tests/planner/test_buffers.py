@@ -1,0 +1,53 @@
+"""Tests that the counted buffers of each exchange are those that ranks allocate."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.planner_memory import allocated_bytes, make_sample
+from sbpflow.boxing.executor import Boxing
+from sbpflow.costs.counts import BUFFERS
+from sbpflow.planner.calibration.measure import measure_in_turns
+from sbpflow.planner.costs.cost import count_work
+from sbpflow.planner.task import Choice, Shape
+from tests.quick import quick
+
+pytest.importorskip("numba", reason="the bytes of its indices are counted")
+CHOICES = {
+    "copies": [Choice(Shape("B", "local"), (0, 1))],
+    "whole": [Choice(Shape("B", "columns"), (rank,)) for rank in (0, 1)],
+    "columns": [Choice(Shape("S(1)", "columns", (1, 2)), (0, 1))],
+    "unique columns": [Choice(Shape("S(1)", "unique", (1, 2)), (0, 1))],
+    "reduce": [Choice(Shape("S(0)", "reduce", (2, 1)), (0, 1))],
+    "unique": [Choice(Shape("S(0)", "unique", (2, 1)), (0, 1))],
+}
+# (tables, rows, columns, ids per sample, batch size). With 3,000 rows, the gradients of copies are
+# all-reduced; with 100,000 rows, they are gathered.
+FEW_ROWS, MANY_ROWS = (6, 3000, 32, 4, 8192), (6, 100_000, 32, 2, 8192)
+CASES = [
+    (name, shape, dtype)
+    for name in CHOICES
+    for shape in (FEW_ROWS, MANY_ROWS)
+    for dtype in (None, torch.bfloat16)
+]
+
+
+def allocated_and_counted(world, name, shape, comm_dtype):
+    sample = make_sample(shape, world.size)
+    sample = replace(sample, task=replace(sample.task, comm_dtype=comm_dtype))
+    choices = CHOICES[name]
+    plan = {
+        table.name: choices[number % len(choices)]
+        for number, table in enumerate(sample.task.tables)
+    }
+    measure_in_turns(Boxing(world), sample, [plan], rounds=1)  # one-time allocations
+    run = partial(measure_in_turns, Boxing(world), sample, [plan], rounds=1, steps=3)
+    return allocated_bytes(run), count_work(sample.task, plan)[world.rank, BUFFERS]
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), quick(CASES, lambda n: n % 4 in (1, 2)))
+def test_buffers_are_counted_as_ranks_allocate_them(ranks, name, shape, dtype):
+    for allocated, counted in ranks(2, allocated_and_counted, name, shape, dtype):
+        assert counted == pytest.approx(allocated, rel=0.2)
