@@ -184,18 +184,20 @@ def keys_by_ranks(ranks):
     return ((GROUPS, f"rows on {ranks!r}"),)
 
 
-def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited():
+@pytest.mark.parametrize(("seed", "ms", "ms_without"), [(0, 0.556, 0.580), (1, 0.550, 0.571)])
+def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
+    seed, ms, ms_without
+):
     """A plan in which the largest table is whole leaves no room for most other tables on its rank,
     so many tables must move at the same time.
     """
-    task = replace(make_sample(0, 16, num_tables=26, batch_size=4096, giant=0.4).task, num_hosts=2)
-    profile = with_link(described("h100-dgx"), *link_of("10gbit", 8))
+    task = make_sample(seed, 4, num_tables=26, batch_size=4096, giant=0.4).task
+    profile = described("h100-dgx")
     setting = Setting(task, problem_of(TaskCost(profile, task), table_wise))
-    even = 1.05 * price_of(setting.problem, GREEDY["size"](setting)).memory.mean()
-    cost = TaskCost(profile, replace(task, device_bytes=(int(even),) * 16))
-    planned = make_plan("auto", cost)
+    even = 1.15 * price_of(setting.problem, GREEDY["size"](setting)).memory.mean()
+    planned = make_plan("auto", TaskCost(profile, replace(task, device_bytes=(int(even),) * 4)))
     assert planned.priced.feasible
-    assert planned.priced.ms < 28.0  # without these starts, the search ended at 34.4 ms
+    assert planned.priced.ms < (ms + ms_without) / 2
 
 
 def test_branches_raise_the_bound():

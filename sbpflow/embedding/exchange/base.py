@@ -292,11 +292,21 @@ class Group(ABC, Generic[BatchT]):
             merged.append((lookup, grads[0] if len(grads) == 1 else torch.cat(grads)))
         return batches, sum(batch.batch_size for batch in batches), merged
 
-    def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
-        """Cast ``part`` to the dtype of the steps, and start its conversion."""
+    def start(
+        self,
+        steps: tuple[BoxingStep, ...],
+        part: Tensor | None,
+        channel: str,
+        *,
+        donate: bool = False,
+    ) -> Pending:
+        """Cast ``part`` to the dtype of the steps, and start its conversion.
+
+        With ``donate``, an all-reduce may overwrite ``part``.
+        """
         if part is not None and steps:
             part = part.to(steps[0].dtype)
-        return self.boxing.start(steps, part, channel)
+        return self.boxing.start(steps, part, channel, donate=donate)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
         """Wait for this rank's part and return it in ``plan.dtype``.

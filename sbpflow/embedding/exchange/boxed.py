@@ -145,6 +145,11 @@ class LocalGroup(AddressedGroup):
         # The size of the transfer does not depend on the batch.
         return self.plan.conversion(0, "gradients")
 
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Return the number of elements that each member contributes to the all-reduce."""
+        return [m.store.num_rows * (m.stack.dim + 1) for m in self.members]
+
     def lookup(self, batch: GroupInFlight) -> None:
         batch.rows = self.rows_of(batch)
 
@@ -156,13 +161,16 @@ class LocalGroup(AddressedGroup):
         if self.world.size == 1:
             self.keep(batch, batch.lookups, parts)
             return
-        tables: list[Tensor] = []
-        for lookup, member, part in zip(batch.lookups, self.members, parts, strict=True):
+        flat = grad.new_zeros(sum(self._sizes), dtype=self._steps[0].dtype)
+        tables = flat.split(self._sizes)
+        for lookup, member, part, own in zip(
+            batch.lookups, self.members, parts, tables, strict=True
+        ):
             rows, sums = member.store.kernel.row_gradients(lookup, part)
-            table = part.new_zeros(member.store.num_rows, member.store.width + 1)
-            counted = torch.cat([sums, sums.new_ones(sums.shape[0], 1)], 1)
-            tables.append(table.index_copy_(0, rows.to(torch.int64), counted).view(-1))
-        batch.pending = self.start(self._steps, torch.cat(tables), GRADIENTS)
+            rows, table = rows.to(torch.int64), own.view(-1, member.stack.dim + 1)
+            table[:, :-1].index_copy_(0, rows, sums.to(table.dtype))
+            table[:, -1].index_fill_(0, rows, 1)
+        batch.pending = self.start(self._steps, flat, GRADIENTS, donate=True)
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         if self.world.size == 1:  # ``send_grads`` has already collected the gradients
@@ -170,8 +178,7 @@ class LocalGroup(AddressedGroup):
         flat = self.arrived(self._steps, batch.take_pending())
         lookups: list[Lookup] = []
         grads: list[Tensor] = []
-        sizes = [m.store.num_rows * (m.stack.dim + 1) for m in self.members]
-        for member, part in zip(self.members, flat.split(sizes), strict=True):
+        for member, part in zip(self.members, flat.split(self._sizes), strict=True):
             table = part.view(-1, member.stack.dim + 1)
             rows, sums = _touched(table, member.store.kernel.absent)
             lookups.append(Lookup(rows))

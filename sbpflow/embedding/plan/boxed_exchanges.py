@@ -82,15 +82,17 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # Five operations pass over all rows: zeroing, filling, concatenating, all-reducing, and
-            # searching for touched rows.
-            "copied_bytes": 25 * numbers * facts.gradient_item,
+            # Three operations pass over all rows: zeroing, all-reducing, and searching for touched
+            # rows.
+            "copied_bytes": 15 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
-            # The dense gradients exist three times: per table, joined, and as sent. The gradients
-            # of the rank's own rows exist twice: with and without a count.
+            # The largest part is either the sent gradients with those of the rank's own rows, or
+            # the received gradients with those of all touched rows.
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
-            + numbers * (2 * facts.item + facts.gradient_item)
-            + facts.wanted * (2 * facts.dim + 1) * facts.item,
+            + max(
+                numbers * facts.gradient_item + facts.wanted * facts.dim * facts.item,
+                numbers * facts.item + facts.sums_bytes(facts.touched, facts.dim, out),
+            ),
         }
 
 
