@@ -106,5 +106,5 @@ def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, u
         time.sleep(3)
         machines[0].slow_down("1gbit")
     assert job.finish() == undisturbed
-    restarts = job.output().count("starts again")
+    restarts = job.output().count("restarting in")
     assert restarts == 0 if fault == "slow" else restarts >= 1

@@ -65,7 +65,7 @@ def test_everything_runs_with_torch_and_memory_maps(run, tmp_path):
         *("--config", CONFIG, f"data.path={data}", f"run.dir={folder}", "model.hidden=[16]"),
         *("data.batch_size=500", "optimizer.sparse.name=rowwise_adagrad"),
     )
-    assert text.count("data.loader: auto is memmap, DALI is not installed") == 1
+    assert text.count("data.loader: auto selects memmap (DALI is not installed)") == 1
     assert "FBGEMM is not installed" in (folder / "start.txt").read_text()
     final = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0.4 < final["auc"] < 1
