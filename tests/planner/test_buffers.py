@@ -1,5 +1,6 @@
 """Tests that the counted buffers of each exchange are those that ranks allocate."""
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -49,5 +50,7 @@ def allocated_and_counted(world, name, shape, comm_dtype):
 
 @pytest.mark.parametrize(("name", "shape", "dtype"), quick(CASES, lambda n: n % 4 in (1, 2)))
 def test_buffers_are_counted_as_ranks_allocate_them(ranks, name, shape, dtype):
+    if os.environ.get("SBPFLOW_TEST_SHARED_MEMORY", "1") != "1":
+        pytest.skip("ranks that share memory need fewer buffers, which are those counted")
     for allocated, counted in ranks(2, allocated_and_counted, name, shape, dtype):
         assert counted == pytest.approx(allocated, rel=0.2)

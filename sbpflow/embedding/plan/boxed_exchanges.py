@@ -82,9 +82,10 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # Three operations pass over all rows: zeroing, all-reducing, and searching for touched
-            # rows.
-            "copied_bytes": 15 * numbers * facts.gradient_item,
+            # Zeroing, all-reducing, and searching for touched rows pass over all rows. With a
+            # factor of 15, ``scheme: auto`` would choose copies for 510 small tables on loopback,
+            # where unique rows are 2.9% faster.
+            "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             # The largest part is either the sent gradients with those of the rank's own rows, or
             # the received gradients with those of all touched rows.
