@@ -121,7 +121,8 @@ def _status_bytes(name: str) -> int:
 
 def measured(world: World, boxing: Boxing, name: str) -> list[dict[str, Any]]:
     """Return one row per layout of a task."""
-    sample, rows = make_sample(TASKS[name], world.size), list[dict[str, Any]]()
+    sample = make_sample(TASKS[name], world.size)
+    rows: list[dict[str, Any]] = []
     cost = TaskCost(described("h100-dgx"), sample.task)
     for layout, plan in draw_plans(sample, 0, 64):
         if not layout.startswith("all "):

@@ -14,7 +14,6 @@ not share memory, separate messages are not faster, and a collective needs fewer
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,9 +27,6 @@ from sbpflow.runtime.ranks.world import Link
 # sender keeps the memory for later messages.
 MOST_GATHERED = 1 << 26
 _MAX_TAG = 2**31 - 1
-# Number of calls so far per group. The ranks of a group make the same calls in the same order, so
-# the count is a tag on which they agree.
-_transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +60,9 @@ def pass_messages(
     for the missing ones.
     """
     group, shared = link.group, link.shared
-    tag = _transfers.get(group, 0)
     # Count this call even if this rank sends and receives nothing, because the other ranks count
     # it.
-    _transfers[group] = (tag + 1) & _MAX_TAG
+    tag = next(link.calls) & _MAX_TAG
     arriving: list[Arriving] = []
     operations: list[dist.P2POp] = []
     for rank, target in receives.items():

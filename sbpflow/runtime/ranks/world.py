@@ -6,10 +6,11 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -54,6 +55,9 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 class Link:
     """A process group with the memory that its ranks on this host share.
 
+    ``calls`` counts exchanges of messages. The ranks of a group make the same calls in the same
+    order, so the count is a tag on which they agree.
+
     ``under_way`` contains, by tag, the messages of this rank that nobody has waited for, and their
     tensors. If the buffer of a message were freed before the message arrives, gloo could not
     deliver any later message between the two ranks.
@@ -61,6 +65,7 @@ class Link:
 
     group: dist.ProcessGroup
     shared: SharedChannel | None = None
+    calls: Iterator[int] = field(default_factory=count, compare=False)
     under_way: dict[int, object] = field(default_factory=dict[int, object], compare=False)
 
 
