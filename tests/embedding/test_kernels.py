@@ -197,22 +197,6 @@ def test_compiled_deduplication_equals_a_sort(num_addresses, count):
         assert torch.equal(lookup.inverse(), inverse.int())
 
 
-@pytest.mark.parametrize("lengths", [(0,), (4,), (3, 0), (0, 5), (700, 900), (1, 2, 3, 300)])
-def test_merged_lists_equal_a_sort(lengths):
-    pytest.importorskip("numba")
-    from sbpflow.embedding.storage.numba_storage import MOST_MERGED, Indexer
-
-    assert len(lengths) <= MOST_MERGED
-    generator = torch.Generator().manual_seed(sum(lengths))
-    for dtype in (torch.int32, torch.int64):
-        parts = [torch.randperm(1000, generator=generator)[:n].sort().values for n in lengths]
-        addresses = torch.cat(parts).to(dtype)
-        rows, inverse = torch.unique(addresses, return_inverse=True)
-        actual_rows, actual_inverse = Indexer(1000).index(addresses, lengths)
-        assert torch.equal(actual_rows, rows)
-        assert torch.equal(actual_inverse, inverse.int())
-
-
 @pytest.mark.parametrize("loop", [True, False])
 @pytest.mark.parametrize("width", [0, 1, 16, 37])
 def test_copied_rows_equal_torch_with_either_copy(monkeypatch, width, loop):

@@ -135,6 +135,7 @@ COMPILED = (
     "numba_rules",
     "numba_storage",
     "row_loops",
+    "row_vectors",
     "score_loops",
     "text_loops",
     "triton_dropout",

@@ -129,6 +129,27 @@ def test_only_large_products_use_onednn(width, used, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     x, weight, offset = inputs(1024, [width], 64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        products.linear_of_tensors([x], weight, offset)
+        products.linear_of_tensors([x], weight.requires_grad_(), offset).sum().backward()
     names = {event.name for event in profile.events()}
     assert ("mkldnn::_linear_pointwise" in names) is used
+    assert ("aten::mkldnn_linear_backward_weights" in names) is used
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "MKL"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(700, 64, 416), (700, 416, 64), (600, 300, 300), (5, 3, 2)]
+)
+def test_weight_gradients_are_added_in_blocks_of_rows(rows, outputs, inputs, onednn, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(products, "_COPIED_BYTES", 1)  # blocks of the least size, 256 rows
+    generator = torch.Generator().manual_seed(5)
+    gradient, x = (torch.randn(rows, n, generator=generator) for n in (outputs, inputs))
+    total = torch.full((outputs, inputs), 3.0)
+    products.add_weight_gradient(total, gradient, x)
+    wanted = 3.0 + gradient.double().t() @ x.double()
+    torch.testing.assert_close(total.double(), wanted, rtol=0, atol=1e-4)
+    added = torch.full((rows, inputs), 3.0)
+    products.add_product(added, gradient, total.t())
+    wanted = 3.0 + gradient.double() @ total.double()
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(added.double(), wanted, rtol=0, atol=2e-6 * scale)

@@ -205,10 +205,7 @@ class RowGroup(Group[RowsInFlight]):
     def receive_ids(self, batch: RowsInFlight) -> None:
         count, ranks = sum(batch.incoming), len(batch.incoming)
         if batch.slots is None:
-            lookup = Lookup(self.take(batch, "ids", count))
-            # Every rank sent its unique rows in ascending order.
-            lookup.ascending = tuple(batch.incoming)
-            batch.lookups = [lookup]
+            batch.lookups = [Lookup(self.take(batch, "ids", count))]
             return
         buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
         batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]

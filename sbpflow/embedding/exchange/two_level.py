@@ -76,10 +76,7 @@ class TwoLevelGroup(RowGroup):
 
     def receive_ids(self, batch: RowsInFlight) -> None:
         incoming = _merged(batch).incoming
-        lookup = Lookup(self.take(batch, "ids", sum(incoming)))
-        # Every rank sent its merged rows in ascending order.
-        lookup.ascending = tuple(incoming)
-        batch.lookups = [lookup]
+        batch.lookups = [Lookup(self.take(batch, "ids", sum(incoming)))]
 
     def lookup(self, batch: RowsInFlight) -> None:
         merged = _merged(batch)

@@ -22,7 +22,6 @@ from sbpflow.embedding.exchange.early_rows import (
 )
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
 from sbpflow.embedding.plan.group_plan import GroupPlan, Purpose
-from sbpflow.embedding.storage.lookup import Lookup
 
 
 class UniqueGroup(RowGroup):
@@ -171,7 +170,7 @@ class UniqueGroup(RowGroup):
             return
         owned = late.owned
         sums = self.take(batch, "gradients", owned.others.numel())
-        lookup = _in_order(batch.lookups[0], owned.others, owned.num_others)
+        lookup = part_of(batch.lookups[0], owned.others)
         self.keep(batch, [lookup], [sums.to(self.plan.dtype)])
 
     def send_late(self) -> None:
@@ -209,14 +208,7 @@ class UniqueGroup(RowGroup):
             self._release(batches)
             return
         late.step, self._late = step, batch
-        late.lookup = _in_order(batch.lookups[0], late.owned.chosen, late.owned.num_chosen)
-
-
-def _in_order(lookup: Lookup, positions: Tensor, sizes: list[int]) -> Lookup:
-    """Return a lookup of the rows at ascending ``positions``, ``sizes[r]`` of them from rank r."""
-    rows = part_of(lookup, positions)
-    rows.ascending = tuple(sizes)
-    return rows
+        late.lookup = part_of(batch.lookups[0], late.owned.chosen)
 
 
 def _pending_rows(batch: RowsInFlight) -> Tensor:

@@ -13,15 +13,13 @@ from typing import cast
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.runtime.compute.compiled import Array, Node, compiled, prefetch
+from sbpflow.embedding.storage.row_vectors import add_row, add_scaled_row, copy_row
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, Node, compiled, prefetch
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
-# Loops prefetch this many rows ahead: processing that many rows takes about as long as a read from
-# memory.
-AHEAD = 16
 
 
 @intrinsic
@@ -40,11 +38,9 @@ fma = cast("Callable[[float, float, float], float]", _fma)
 def take_rows(block: Array, at: Array, out: Array) -> None:
     """Copy the rows ``at`` [n] of ``block`` to ``out`` [n, width]."""
     for i in range(at.size):
-        if i + AHEAD < at.size:
-            prefetch(block, at[i + AHEAD])
-        row = np.uintp(at[i])  # unsigned, so that numba generates no code for negative indices
-        for k in range(out.shape[1]):
-            out[i, k] = block[row, k]
+        if i + DISTANCE < at.size:
+            prefetch(block, at[i + DISTANCE])
+        copy_row(out, i, block, np.intp(at[i]))
 
 
 @compiled
@@ -144,43 +140,13 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
 
 
 @compiled
-def index_lists(addresses: Array, starts: Array, rows: Array, inverse: Array) -> int:
-    """Like ``index_by_bits``, for one or more ascending lists of unique addresses.
-
-    List l is ``addresses[starts[l] : starts[l + 1]]``. The time per address is proportional to the
-    number of lists.
-    """
-    num_lists = starts.size - 1
-    place, none = starts[:-1].copy(), np.iinfo(np.int64).max
-    first = np.empty(num_lists, np.int64)
-    for part in range(num_lists):
-        first[part] = addresses[place[part]] if place[part] < starts[part + 1] else none
-    count = 0
-    while True:
-        lowest = first.min()
-        if lowest == none:
-            return count
-        rows[count] = lowest
-        for part in range(num_lists):
-            if first[part] == lowest:
-                inverse[place[part]] = count
-                place[part] += 1
-                at = place[part]
-                first[part] = addresses[at] if at < starts[part + 1] else none
-        count += 1
-
-
-@compiled
 def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
     """Sum ``grads`` [n, width] by row, in order, into ``sums`` [unique, width]."""
     sums[:] = 0
-    width = grads.shape[1]
     for i in range(inverse.size):
-        if i + AHEAD < inverse.size:
-            prefetch(sums, inverse[i + AHEAD])
-        j = np.uintp(inverse[i])
-        for k in range(width):
-            sums[j, k] += grads[i, k]
+        if i + DISTANCE < inverse.size:
+            prefetch(sums, inverse[i + DISTANCE])
+        add_row(sums, np.intp(inverse[i]), grads, i)
 
 
 @compiled
@@ -191,18 +157,16 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
     there are no weights.
     """
     sums[:] = 0
-    width = grads.shape[1]
+    one = sums.dtype.type(1)
     for b in range(ends.size - 1):
         for i in range(ends[b], ends[b + 1]):
-            if i + AHEAD < inverse.size:
-                prefetch(sums, inverse[i + AHEAD])
-            j = np.uintp(inverse[i])
+            if i + DISTANCE < inverse.size:
+                prefetch(sums, inverse[i + DISTANCE])
+            j = np.intp(inverse[i])
             if weights.size:
-                for k in range(width):
-                    sums[j, k] = fma(grads[b, k], weights[i], sums[j, k])
+                add_scaled_row(sums, j, grads, b, weights[i], one)
             else:
-                for k in range(width):
-                    sums[j, k] += grads[b, k]
+                add_row(sums, j, grads, b)
 
 
 @compiled
@@ -273,8 +237,8 @@ def put_uniform_rows(
     ``stride`` times the row plus ``offsets[s]``.
     """
     for i in range(rows.size):
-        if i + AHEAD < rows.size:
-            prefetch(block, at[i + AHEAD])
+        if i + DISTANCE < rows.size:
+            prefetch(block, at[i + DISTANCE])
         row = rows[i]
         shard, end = 0, bases.size
         while end - shard > 1:
@@ -291,8 +255,8 @@ def put_uniform_rows(
 def put_value(block: Array, at: Array, value: float) -> None:
     """Set every element of ``block[at]`` to ``value``."""
     for i in range(at.size):
-        if i + AHEAD < at.size:
-            prefetch(block, at[i + AHEAD])
+        if i + DISTANCE < at.size:
+            prefetch(block, at[i + DISTANCE])
         row = np.uintp(at[i])
         for k in range(block.shape[1]):
             block[row, k] = value

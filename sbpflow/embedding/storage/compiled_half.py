@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sbpflow.embedding.storage.compiled import AHEAD, GAMMA_64, U64, fma, mixed
-from sbpflow.runtime.compute.compiled import Array, Node, compiled, prefetch
+from sbpflow.embedding.storage.compiled import GAMMA_64, U64, fma, mixed
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, Node, compiled, prefetch
 
 
 @intrinsic
@@ -118,8 +118,8 @@ def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
     ``dropped`` is 16 for bfloat16 and 13 for float16.
     """
     for i in range(addresses.size):
-        if i + AHEAD < addresses.size:
-            prefetch(weights, addresses[i + AHEAD])
+        if i + DISTANCE < addresses.size:
+            prefetch(weights, addresses[i + DISTANCE])
         a = np.uintp(addresses[i])
         for k in range(out.shape[1]):
             out[i, k] = _as_float32(weights[a, k], dropped)
@@ -138,8 +138,8 @@ def pool(
     out[:] = 0
     for b in range(ends.size - 1):
         for i in range(ends[b], ends[b + 1]):
-            if i + AHEAD < addresses.size:
-                prefetch(weights, addresses[i + AHEAD])
+            if i + DISTANCE < addresses.size:
+                prefetch(weights, addresses[i + DISTANCE])
             a = np.uintp(addresses[i])
             if shares.size:
                 for k in range(out.shape[1]):

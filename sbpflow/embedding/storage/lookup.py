@@ -31,9 +31,6 @@ class Lookup:
         self.placed: Tensor | None = None
         self.graph: Tensor | None = None  # output of TBE, whose backward is the fused update
         self.num_unique: int | None = None
-        # The lengths of the lists in ``addresses``, if it is known to consist of lists of ascending
-        # unique addresses.
-        self.ascending: tuple[int, ...] | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._runs: SortedSegments | None = None
 

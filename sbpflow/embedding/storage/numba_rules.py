@@ -17,8 +17,9 @@ from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
-from sbpflow.embedding.storage.compiled import AHEAD, fma, prefetch
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.embedding.storage.compiled import fma
+from sbpflow.embedding.storage.row_vectors import add_scaled_row
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch
 
 
 class RowArrays(NamedTuple):
@@ -37,11 +38,9 @@ class RowArrays(NamedTuple):
 @compiled
 def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
     for j in range(at.size):
-        if j + AHEAD < at.size:
-            prefetch(weights, at[j + AHEAD])
-        a = at[j]
-        for k in range(grads.shape[1]):
-            weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
+        if j + DISTANCE < at.size:
+            prefetch(weights, at[j + DISTANCE])
+        add_scaled_row(weights, np.intp(at[j]), grads, j, -lr, keep)
 
 
 def sgd(optimizer: SparseOptimizer, to: RowArrays) -> None:
@@ -60,9 +59,9 @@ def _step_adagrad(
     keep: float,
 ) -> None:
     for j in range(at.size):
-        if j + AHEAD < at.size:
-            prefetch(weights, at[j + AHEAD])
-            prefetch(total, rows[j + AHEAD])
+        if j + DISTANCE < at.size:
+            prefetch(weights, at[j + DISTANCE])
+            prefetch(total, rows[j + DISTANCE])
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             state = fma(grads[j, k], grads[j, k], total[r, k])
@@ -91,15 +90,13 @@ def _step_rowwise_adagrad(
 ) -> None:
     one = lr / lr
     for j in range(at.size):
-        if j + AHEAD < at.size:
-            prefetch(weights, at[j + AHEAD])
-            prefetch(total, rows[j + AHEAD])
-        a, r = at[j], rows[j]
-        state = total[r] + squares[j]
-        total[r] = state
+        if j + DISTANCE < at.size:
+            prefetch(weights, at[j + DISTANCE])
+            prefetch(total, rows[j + DISTANCE])
+        state = total[rows[j]] + squares[j]
+        total[rows[j]] = state
         scale = (one / (np.sqrt(state) + eps)) * -lr
-        for k in range(grads.shape[1]):
-            weights[a, k] = fma(grads[j, k], scale, weights[a, k] * keep)
+        add_scaled_row(weights, np.intp(at[j]), grads, j, scale, keep)
 
 
 def rowwise_adagrad(optimizer: RowwiseAdagrad, to: RowArrays) -> None:
@@ -131,10 +128,10 @@ def _step_lazy_adam(
     """
     half, one = take / (take + take), take / take
     for j in range(at.size):
-        if j + AHEAD < at.size:
-            prefetch(weights, at[j + AHEAD])
-            prefetch(mean, rows[j + AHEAD])
-            prefetch(square, rows[j + AHEAD])
+        if j + DISTANCE < at.size:
+            prefetch(weights, at[j + DISTANCE])
+            prefetch(mean, rows[j + DISTANCE])
+            prefetch(square, rows[j + DISTANCE])
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
@@ -183,10 +180,10 @@ def _step_ftrl(
     l2: float,
 ) -> None:
     for j in range(at.size):
-        if j + AHEAD < at.size:
-            prefetch(weights, at[j + AHEAD])
-            prefetch(total, rows[j + AHEAD])
-            prefetch(linear, rows[j + AHEAD])
+        if j + DISTANCE < at.size:
+            prefetch(weights, at[j + DISTANCE])
+            prefetch(total, rows[j + DISTANCE])
+            prefetch(linear, rows[j + DISTANCE])
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, before, w = grads[j, k], total[r, k], weights[a, k]

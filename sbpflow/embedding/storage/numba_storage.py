@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cache, cached_property
-from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -35,9 +34,6 @@ _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-# Merging takes time proportional to the number of lists, so it is used only up to this number of
-# lists.
-MOST_MERGED = 4
 # To measure a copy, read this many rows from a block of this many elements.
 _MEASURED_ROWS, _MEASURED_ELEMENTS = 8192, 1 << 22
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
@@ -62,19 +58,21 @@ def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
 
 @cache
 def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
-    """Return True if the loop copies rows of this width faster than torch on this CPU.
+    """Return False if torch copies rows of this width at least 1.25 times as fast as the loop on
+    this CPU.
 
     A measurement, which takes a few milliseconds, is necessary because CPUs differ.
     ``index_select`` was up to three times faster than a loop without prefetch on an Intel Xeon, but
-    took three times as long as the loop on an AMD EPYC. Both methods give the same bits, so ranks
-    need not agree.
+    takes 1.2 to 1.7 times as long as the loop on an AMD EPYC. The measured rows are in the cache,
+    so the measurement underestimates the gain from prefetching. Both methods give the same bits, so
+    ranks need not agree.
     """
     rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
-    block = torch.ones(rows, width, dtype=dtype)  # a block larger than the caches of a core
+    block = torch.ones(rows, width, dtype=dtype)
     at = (torch.arange(_MEASURED_ROWS) * 7919 % rows).to(index_dtype)
     loop = min(_seconds(lambda: _take_in_loop(block, at)) for _ in range(5))
     plain = min(_seconds(lambda: block.index_select(0, at)) for _ in range(5))
-    return loop < plain
+    return loop < 1.25 * plain
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -90,21 +88,13 @@ class Indexer:
         self._num_addresses = num_addresses
         self._words = self._before = np.empty(0)
 
-    def index(
-        self, addresses: Tensor, lists: tuple[int, ...] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def index(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
         """Return the unique addresses, ascending, and the index of each address among them (int32
         [n]).
-
-        If the addresses are known to consist of ascending lists, ``lists`` are the lengths of these
-        lists.
         """
         array = addresses.contiguous().numpy()
         rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)
-        if lists is not None and len(lists) <= MOST_MERGED:
-            starts = np.array([0, *accumulate(lists)])
-            count = compiled.index_lists(array, starts, rows, inverse)
-        elif self._num_addresses > MOST_BITS_PER_ID * array.size:
+        if self._num_addresses > MOST_BITS_PER_ID * array.size:
             count = compiled.index_by_hash(array, rows, inverse)
         else:
             if not self._words.size:
@@ -163,7 +153,7 @@ class CompiledLookup(Lookup):
 
     def _index(self) -> tuple[Tensor, Tensor]:
         if self._indexed is None:
-            self._indexed = self._indexer.index(self.addresses, self.ascending)
+            self._indexed = self._indexer.index(self.addresses)
         return self._indexed
 
 
@@ -183,9 +173,7 @@ class NumbaStorage(TorchStorage):
         if self._indexer is None:
             self._indexer = Indexer(self._num_rows)
         uses = (lookup.addresses, lookup.offsets, lookup.weights)
-        indexed = CompiledLookup(*uses, indexer=self._indexer).place(lookup.placed)
-        indexed.ascending = lookup.ascending
-        return indexed
+        return CompiledLookup(*uses, indexer=self._indexer).place(lookup.placed)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """Like ``TorchStorage.pool``, but copy rows with ``take``, and widen and sum half-precision

@@ -182,4 +182,4 @@ prefetch = _prefetch(0)
 """
 prefetch_to_write = _prefetch(1)
 """Like ``prefetch``, for rows that will be changed."""
-DISTANCE = 48  # Loops over keys and slots prefetch a row this many rows before they use it.
+DISTANCE = 48  # Loops prefetch a row this many rows before they use it.

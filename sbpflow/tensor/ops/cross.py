@@ -16,11 +16,12 @@ from sbpflow.tensor.dispatch import apply, cached_rule, check_ndim, check_same_d
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
+from sbpflow.tensor.ops.products import add_product, add_weight_gradient, product
 from sbpflow.tensor.signature import Choice
 
-# Rows are processed in blocks whose tensors fit into a core's 2 MB cache. Blocks have at least
-# ``_MIN_ROWS`` rows, because smaller blocks would read the weights too often.
-_BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
+# Rows are processed in blocks whose tensors stay in the cache. Blocks have at least ``_MIN_ROWS``
+# rows, because smaller blocks would read the weights too often.
+_BLOCK_BYTES, _MIN_ROWS = 1 << 21, 512
 
 
 def cross_network(
@@ -112,46 +113,44 @@ class _Cross(torch.autograd.Function):
     ) -> Tensor:
         dtype = half or start.dtype
         layers = _by_layer(counts, [weight.to(dtype) for weight in weights])
-        xs = [torch.empty_like(start) for _ in counts]
-        products = [torch.empty_like(start, dtype=dtype) for _ in counts]
-        inner = [start.new_empty(len(start), layer[0].shape[0], dtype=dtype) for layer in layers]
+        out, kept = torch.empty_like(start), list[Tensor]()
         for rows in _blocks(start):
             x = first = start[rows]
-            for n, (*lower, upper, bias) in enumerate(layers):
+            for *lower, upper, bias in layers:
                 entering = x.to(dtype)
-                if lower:
-                    entering = torch.mm(entering, lower[0].t(), out=inner[n][rows])
-                product = torch.addmm(bias, entering, upper.t(), out=products[n][rows])
-                x = torch.addcmul(x, first, product.to(x.dtype), out=xs[n][rows])
-        ctx.save_for_backward(start, *weights, *xs[:-1], *products, *inner)
+                inner = product(entering, lower[0]) if lower else entering
+                moved = product(inner, upper, bias)
+                x = torch.addcmul(x, first, moved.to(x.dtype))
+                kept += [entering, inner, moved]
+            out[rows] = x
+        ctx.save_for_backward(start, *weights, *kept)
         ctx.counts, ctx.dtype = counts, dtype
-        return xs[-1]
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        depth, saved = len(ctx.counts), list(ctx.saved_tensors)
-        start, weights = saved[0], saved[1 : 1 + sum(ctx.counts)]
-        xs = [start, *saved[-3 * depth + 1 : -2 * depth]]
-        products, inner = saved[-2 * depth : -depth], saved[-depth:]
+        start, *saved = ctx.saved_tensors
+        count = sum(ctx.counts)
+        weights, kept = saved[:count], saved[count:]
         layers = _by_layer(ctx.counts, [weight.to(ctx.dtype) for weight in weights])
         weight_grads = [torch.zeros_like(weight) for weight in weights]
         layer_grads = _by_layer(ctx.counts, weight_grads)
         start_grad = torch.zeros_like(start)
-        for rows in _blocks(start):
+        for rows in reversed(_blocks(start)):
             first, g, total = start[rows], gradient[rows].clone(), start_grad[rows]
-            for n in reversed(range(depth)):
-                total.addcmul_(g, products[n][rows].to(g.dtype))
-                product_grad = (g * first).to(ctx.dtype)
-                (*lower, upper, _), (*lower_grad, upper_grad, bias_grad) = layers[n], layer_grads[n]
-                bias_grad += product_grad.sum(0)
-                entering = xs[n][rows].to(ctx.dtype)
+            for layer, layer_grad in zip(reversed(layers), reversed(layer_grads), strict=True):
+                (*lower, upper, _), (*lower_grad, upper_grad, bias_grad) = layer, layer_grad
+                moved, inner, entering = kept.pop(), kept.pop(), kept.pop()
+                total.addcmul_(g, moved.to(g.dtype))
+                moved_grad = (g * first).to(ctx.dtype)
+                bias_grad += moved_grad.sum(0)
                 if lower:
-                    _add_product(upper_grad, product_grad.t(), inner[n][rows])
-                    product_grad = product_grad @ upper
+                    add_weight_gradient(upper_grad, moved_grad, inner)
+                    moved_grad = product(moved_grad, upper.t())
                     upper, upper_grad = lower[0], lower_grad[0]
-                _add_product(upper_grad, product_grad.t(), entering)
-                _add_product(g, product_grad, upper)
+                add_weight_gradient(upper_grad, moved_grad, entering)
+                add_product(g, moved_grad, upper.t())
             total += g
         return (None, None, start_grad, *weight_grads)
 
@@ -168,13 +167,3 @@ def _blocks(x: Tensor) -> list[slice]:
     size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b``, adding in the dtype of ``total`` even if ``a`` and ``b`` have a
-    narrower dtype.
-    """
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

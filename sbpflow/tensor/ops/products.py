@@ -18,12 +18,14 @@ from torch import Tensor
 
 from sbpflow.tensor.autograd import Context
 
-# oneDNN needs about 20 us per call, so small products use MKL.
+# oneDNN needs about 20 us per call, so small products use MKL. For gradients of weights, it first
+# copies both operands.
 _LEAST_PRODUCTS = 1 << 22
+_LEAST_GRADIENT_PRODUCTS = 1 << 23
 _LEAST_WIDTH = 16
-# If an input is narrower, the gradient of the weight is computed transposed: for 4,096 x 13 x 64,
-# the product then takes 0.11 instead of 0.27 ms (AMD EPYC).
-_NARROW = 32
+# Rows are copied in blocks: larger copies are slower, because the allocator returns them to the
+# system each time.
+_COPIED_BYTES, _LEAST_ROWS = 8 << 20, 256
 
 
 def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,7 +52,7 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]."""
-    if _is_plain(x) and onednn_is_faster():
+    if _may_use_onednn(x):
         return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
@@ -61,17 +63,10 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _product(x, weight, bias)
-
-    @staticmethod
-    def setup_context(
-        ctx: Context, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
-    ) -> None:
-        """Keep the inputs that the wanted gradients need."""
-        x, weight, _ = inputs
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wants_input, wants_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if wants_weight else None, weight if wants_input else None)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,13 +79,14 @@ class _Linear(torch.autograd.Function):
                 bias_gradient,
             )
         return (
-            None if weight is None else _product(gradient, weight.t()),
+            None if weight is None else product(gradient, weight.t()),
             None if x is None else _weight_gradient(gradient, x),
             bias_gradient,
         )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``x @ weight.T + bias``, like ``linear``, but without gradients."""
     if not _uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     if bias is not None:
@@ -101,17 +97,49 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    if x.shape[1] < _NARROW:
-        return (x.t() @ gradient).t()
-    return gradient.t() @ x
+    total = x.new_zeros(gradient.shape[1], x.shape[1])
+    add_weight_gradient(total, gradient, x)
+    return total
 
 
-def _is_plain(x: Tensor) -> bool:
+def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Compute ``total += x @ weight.T``, adding in the dtype of ``total`` even if the others have a
+    narrower dtype.
+    """
+    if x.dtype == total.dtype and not _uses_onednn(x, weight):
+        total.addmm_(x, weight.t())
+    else:
+        total += product(x, weight)
+
+
+def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
+    """Compute ``total += gradient.T @ x`` for gradient [b, n] and x [b, k], adding in the dtype of
+    ``total``.
+    """
+    outputs, inputs = total.shape
+    if outputs > inputs and x.device.type == "cpu":
+        # The wider operand comes second: for 4,096 x 13 x 64, MKL then takes 0.11 instead of
+        # 0.27 ms (AMD EPYC).
+        total += _weight_gradient(x, gradient).t()
+    elif _gradient_uses_onednn(gradient, x):
+        size = max(_COPIED_BYTES // (x.itemsize * (outputs + inputs)), _LEAST_ROWS)
+        for part, block in zip(gradient.split(size), x.split(size), strict=True):
+            total += torch.ops.aten.mkldnn_linear_backward_weights(
+                part.to_mkldnn(), block.to_mkldnn(), total, False
+            )[0]
+    elif x.dtype == total.dtype:
+        total.addmm_(gradient.t(), x)
+    else:
+        total += gradient.t() @ x
+
+
+def _may_use_onednn(x: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.ndim == 2
         and not torch.is_autocast_enabled("cpu")
+        and onednn_is_faster()
     )
 
 
@@ -120,8 +148,16 @@ def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.shape[0] * inputs * outputs >= _LEAST_PRODUCTS
         and min(inputs, outputs) >= _LEAST_WIDTH
-        and _is_plain(x)
-        and onednn_is_faster()
+        and _may_use_onednn(x)
+    )
+
+
+def _gradient_uses_onednn(gradient: Tensor, x: Tensor) -> bool:
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    return (
+        x.shape[0] * inputs * outputs >= _LEAST_GRADIENT_PRODUCTS
+        and min(inputs, outputs) >= _LEAST_WIDTH
+        and _may_use_onednn(x)
     )
 
 

@@ -1,0 +1,54 @@
+"""Tests that operations on rows with vector instructions give the same bits as loops."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from sbpflow.embedding.storage.compiled import fma
+from sbpflow.embedding.storage.row_vectors import add_row, add_scaled_row, copy_row
+from sbpflow.runtime.compute.compiled import compiled
+
+
+@compiled
+def _copy(out, rows):
+    copy_row(out, 1, rows, 2)
+
+
+@compiled
+def _add(out, rows):
+    add_row(out, 1, rows, 2)
+
+
+@compiled
+def _add_scaled(out, rows, scale, keep):
+    add_scaled_row(out, 1, rows, 2, scale, keep)
+
+
+@compiled
+def _add_scaled_in_loop(out, rows, scale, keep):
+    for k in range(out.shape[1]):
+        out[1, k] = fma(rows[2, k], scale, out[1, k] * keep)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [0, 1, 3, 4, 7, 8, 12, 15, 16, 17, 31, 44, 64, 95])
+def test_rows_are_copied_added_and_scaled(width, dtype):
+    random = np.random.default_rng(width)
+    # An offset of one element, so that no row starts at a multiple of a vector's size.
+    start, rows = (
+        random.standard_normal(3 * width + 1).astype(dtype)[1:].reshape(3, width) for _ in range(2)
+    )
+    scale, keep = dtype(0.3), dtype(0.9)
+    out = start.copy()
+    _copy(out, rows)
+    assert np.array_equal(out, np.stack([start[0], rows[2], start[2]]))
+    out = start.copy()
+    _add(out, rows)
+    assert np.array_equal(out, np.stack([start[0], start[1] + rows[2], start[2]]))
+    out, wanted = start.copy(), start.copy()
+    _add_scaled(out, rows, scale, keep)
+    _add_scaled_in_loop(wanted, rows, scale, keep)
+    assert np.array_equal(out, wanted)
+    if width:
+        assert not np.array_equal(out, start)
