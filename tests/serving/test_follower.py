@@ -78,6 +78,21 @@ def test_a_damaged_delta_is_rejected_once_and_applied_after_its_repair(chain):
     assert same(follower, chain)
 
 
+def test_a_damaged_delta_that_arrives_during_a_poll_is_rejected_once(chain, monkeypatch):
+    follower, events = following(chain.bundle)
+    look, seeds = follower._other_bundle, [1]
+
+    def arrives():
+        if seeds:
+            chain.write(seeds.pop())
+            flip(chain.bundle / "deltas" / "000001" / "values.safetensors")
+        return look()
+
+    monkeypatch.setattr(follower, "_other_bundle", arrives)
+    assert [follower.poll() for _ in range(3)] == [False] * 3
+    assert events == ["delta_errors", "reloads"]
+
+
 def test_a_delta_is_read_again_after_an_error_that_may_pass(chain, monkeypatch):
     follower, events = following(chain.bundle)
     chain.write(1)
