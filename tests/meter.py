@@ -36,6 +36,7 @@ class Meter(TorchDispatchMode):
         self.calls = []
         self._patches = ExitStack()
         self._parts = None  # the messages of a collective that is being started
+        self._reductions = {}  # places in ``calls`` by id of the reduction in progress
 
     def __enter__(self):
         def wrap(owner, name, record):
@@ -51,6 +52,8 @@ class Meter(TorchDispatchMode):
         wrap(pairs, "exchange_regions", partial(self._of_messages, "all_to_all"))
         wrap(pairs, "all_gather", partial(self._of_messages, "all_gather"))
         wrap(pairs, "all_to_all", partial(self._of_messages, "all_to_all"))
+        wrap(pairs, "all_reduce", partial(self._of_messages, "all_reduce"))
+        wrap(pairs.Reduction, "wait", self._end_of_reduction)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -66,12 +69,24 @@ class Meter(TorchDispatchMode):
         return read(*args)
 
     def _of_messages(self, name, collective, args):
-        self._parts = []
-        messages = collective(*args)
-        sent, self._parts = sum(call.bytes_sent for call in self._parts), None
+        messages, sent = self._collected(collective, args)
         if messages is not None:
+            if isinstance(messages, pairs.Reduction):
+                self._reductions[id(messages)] = len(self.calls)
             self._add(Call(name, sent))
         return messages
+
+    def _end_of_reduction(self, wait, args):
+        """Add what a reduction sends at its end to its call."""
+        _, sent = self._collected(wait, args)
+        place = self._reductions.pop(id(args[0]))
+        self.calls[place] = Call("all_reduce", self.calls[place].bytes_sent + sent)
+
+    def _collected(self, collective, args):
+        self._parts = []
+        result = collective(*args)
+        sent, self._parts = sum(call.bytes_sent for call in self._parts), None
+        return result, sent
 
     def _add(self, call):
         (self.calls if self._parts is None else self._parts).append(call)

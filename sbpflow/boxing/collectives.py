@@ -14,9 +14,10 @@ from sbpflow.boxing.regions import Direct
 from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.runtime.ranks.world import Link, all_gather_single, reduce_scatter_single
 
-Work = dist.Work | pairs.Messages | None
+Work = dist.Work | pairs.Messages | pairs.Reduction | None
 Issued = tuple[Tensor, Work]
 
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -36,7 +37,7 @@ def start(
     if program.stays is not None:
         issued, unpack = _exchange_apart(program, program.stays, part, link, loan)
     elif program.step.collective == "all_reduce":
-        issued, unpack = _run_all_reduce(program, part, link.group, donate), program.unpack
+        issued, unpack = _run_all_reduce(program, part, link, donate), program.unpack
     else:
         issued = _COLLECTIVES[program.step.collective](program, part, link, loan)
         unpack = program.unpack
@@ -98,11 +99,14 @@ def _exchange_apart(
     return (received, work), partial(stays.place, out)
 
 
-def _run_all_reduce(
-    program: Program, part: Tensor, group: dist.ProcessGroup, donate: bool
-) -> Issued:
+def _run_all_reduce(program: Program, part: Tensor, link: Link, donate: bool) -> Issued:
     whole = part.contiguous() if donate else part.clone(memory_format=torch.contiguous_format)
-    return whole, dist.all_reduce(whole, _REDUCE_OPS[program.reduction], group, async_op=True)
+    ranks, combine = program.group or (), _COMBINE[program.reduction]
+    work = pairs.all_reduce(_flat(whole), combine, ranks, program.in_pairs, link)
+    if work is None:
+        operation = _REDUCE_OPS[program.reduction]
+        work = dist.all_reduce(whole, operation, link.group, async_op=True)
+    return whole, work
 
 
 def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:

@@ -1,5 +1,5 @@
 """Sends messages between pairs of ranks, and implements all-to-all and, for ranks that share
-memory, all-gather with these messages.
+memory, all-gather and all-reduce with these messages.
 
 Messages of up to 256 MiB between ranks of a host use shared memory where the host supports it; all
 other messages use gloo.
@@ -13,8 +13,9 @@ not share memory, separate messages are not faster, and a collective needs fewer
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -126,6 +127,51 @@ def all_gather(
     messages = pass_messages(dict.fromkeys(receives, sent), receives, link)
     own_target.copy_(sent)  # this copy overlaps the transfer
     return messages
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """An all-reduce in progress, in which every rank computes one piece of the result."""
+
+    pieces: dict[int, Tensor]  # the result's pieces, keyed by the global rank that computes them
+    terms: dict[int, Tensor]  # the other ranks' terms of this rank's piece, keyed by global rank
+    messages: Messages
+    combine: Callable[[Tensor, Tensor], Tensor]
+    rank: int
+    link: Link
+
+    def wait(self) -> None:
+        """Compute this rank's piece, and send it to the other ranks; receive their pieces. Ranks
+        must wait for their reductions in the same order.
+        """
+        self.messages.wait()
+        own = self.pieces[self.rank]
+        terms = [self.terms.get(rank, own) for rank in self.pieces]  # in the order of the ranks
+        own.copy_(reduce(self.combine, terms))
+        others = {rank: piece for rank, piece in self.pieces.items() if rank != self.rank}
+        pass_messages(dict.fromkeys(others, own), others, self.link).wait()
+
+
+def all_reduce(
+    values: Tensor,
+    combine: Callable[[Tensor, Tensor], Tensor],
+    ranks: Sequence[int],
+    rank: int | None,
+    link: Link,
+) -> Reduction | None:
+    """Like c10d's ``all_reduce``, with a flat contiguous tensor, whose values are replaced.
+
+    ``combine`` is applied in the order of the ranks. The other arguments, and the cases in which
+    the result is None, are those of ``all_gather``.
+    """
+    if rank is None or link.shared is None or not values.numel():
+        return None
+    if not all(link.shared.takes(other, values) for other in ranks if other != rank):
+        return None
+    pieces = dict(zip(ranks, values.tensor_split(len(ranks)), strict=True))
+    others = {other: piece for other, piece in pieces.items() if other != rank}
+    terms = {other: torch.empty_like(pieces[rank]) for other in others}
+    return Reduction(pieces, terms, pass_messages(others, terms, link), combine, rank, link)
 
 
 def all_to_all(

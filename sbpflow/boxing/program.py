@@ -66,8 +66,8 @@ class Program:
     * ``direct`` describes the all-to-all without buffers, for ranks that share memory.
     * ``to_layout`` and ``from_layout`` reorder the columns of the part and of the result, if the
       step has ``src_columns`` or ``dst_columns``; ``direct`` reorders them itself.
-    * ``in_pairs`` is this rank if all-to-alls, and all-gathers in shared memory, are sent as
-      messages between pairs of ranks, else None.
+    * ``in_pairs`` is this rank if all-to-alls and, in shared memory, all-gathers and all-reduces
+      are sent as messages between pairs of ranks, else None.
     """
 
     step: BoxingStep
@@ -120,8 +120,8 @@ def compile_step(
 ) -> Program:
     """Return the program of ``rank`` in ``step``.
 
-    With ``in_pairs``, all-to-alls, and all-gathers in shared memory, are sent as messages between
-    pairs of ranks. ``device`` is that of the parts; the default is the CPU.
+    With ``in_pairs``, all-to-alls and, in shared memory, all-gathers and all-reduces are sent as
+    messages between pairs of ranks. ``device`` is that of the parts; the default is the CPU.
     """
     group = step.group_of(rank)
     base = Program(

@@ -330,7 +330,7 @@ class ParallelConfig:
         bool,
         Key(
             "execution",
-            "CPU only: ranks of a host pass rows and IDs through shared memory (Linux, with"
+            "CPU only: ranks of a host pass messages through shared memory (Linux, with"
             " numba) instead of gloo.",
         ),
     ] = True

@@ -20,7 +20,7 @@ from sbpflow.runtime.ranks.shared_messages import IN_FLIGHT, Arena, Ring, Sendin
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Split
+from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests.deadlines import output_of
 from tests.launch.machines import PORT, Machine, needs_namespaces, two_machines
 from tests.ranks import RanksFailed
@@ -190,6 +190,32 @@ def gather_parts(world: World, limit: str) -> list[int]:
 def test_parts_are_gathered_through_shared_memory(sharing, size, limit):
     for before, after in sharing(size, gather_parts, limit):
         assert after == before + size - 1
+
+
+def reduce_parts(world: World) -> int:
+    """Reduce parts of several sizes, two at a time; return the number of messages in shared memory
+    that this took.
+    """
+    line, everyone = Placement.line("cpu", world.size), range(world.size)
+    boxing, link = Boxing(world), world.link(everyone, "main")
+    before = sum(to._number for to in link.shared._sending.values())
+    for op, combine in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin)):
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            pending = []
+            for size in (1, 2, 5, 1000):
+                parts = [message(0, size).to(dtype) * (-1) ** rank + rank for rank in everyone]
+                src, dst = Layout(line, (Partial(op),)), Layout(line, (Broadcast(),))
+                steps = plan_boxing(src, dst, (size,), dtype, id="x", backend="gloo")
+                wanted = combine(torch.stack(parts), 0)
+                pending.append((boxing.start(steps, parts[world.rank].clone()), wanted))
+            for work, wanted in pending:
+                assert torch.equal(work.wait(), wanted)
+    return sum(to._number for to in link.shared._sending.values()) - before
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_are_reduced_through_shared_memory(sharing, size):
+    assert sharing(size, reduce_parts) == [3 * 3 * 4 * 2 * (size - 1)] * size
 
 
 def die_while_awaited(world: World) -> float:
