@@ -36,7 +36,7 @@ class Meter(TorchDispatchMode):
         self.calls = []
         self._patches = ExitStack()
         self._parts = None  # the messages of a collective that is being started
-        self._reductions = {}  # places in ``calls`` by id of the reduction in progress
+        self._reductions = []  # all-reduces, and their places in ``calls``
 
     def __enter__(self):
         def wrap(owner, name, record):
@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
         wrap(pairs, "all_gather", partial(self._of_messages, "all_gather"))
         wrap(pairs, "all_to_all", partial(self._of_messages, "all_to_all"))
         wrap(pairs, "all_reduce", partial(self._of_messages, "all_reduce"))
-        wrap(pairs.Reduction, "wait", self._end_of_reduction)
+        wrap(pairs.AllReduce, "wait", self._end_of_reduction)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -71,22 +71,23 @@ class Meter(TorchDispatchMode):
     def _of_messages(self, name, collective, args):
         messages, sent = self._collected(collective, args)
         if messages is not None:
-            if isinstance(messages, pairs.Reduction):
-                self._reductions[id(messages)] = len(self.calls)
+            if isinstance(messages, pairs.AllReduce):
+                self._reductions.append((messages, len(self.calls)))
             self._add(Call(name, sent))
         return messages
 
     def _end_of_reduction(self, wait, args):
         """Add what a reduction sends at its end to its call."""
         _, sent = self._collected(wait, args)
-        place = self._reductions.pop(id(args[0]))
+        place = next(place for messages, place in self._reductions if messages is args[0])
         self.calls[place] = Call("all_reduce", self.calls[place].bytes_sent + sent)
 
     def _collected(self, collective, args):
-        self._parts = []
-        result = collective(*args)
-        sent, self._parts = sum(call.bytes_sent for call in self._parts), None
-        return result, sent
+        self._parts = parts = []
+        try:
+            return collective(*args), sum(call.bytes_sent for call in parts)
+        finally:
+            self._parts = None
 
     def _add(self, call):
         (self.calls if self._parts is None else self._parts).append(call)

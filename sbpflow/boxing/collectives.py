@@ -14,10 +14,9 @@ from sbpflow.boxing.regions import Direct
 from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.runtime.ranks.world import Link, all_gather_single, reduce_scatter_single
 
-Work = dist.Work | pairs.Messages | pairs.Reduction | None
+Work = dist.Work | pairs.Messages | pairs.AllReduce | None
 Issued = tuple[Tensor, Work]
 
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -100,12 +99,14 @@ def _exchange_apart(
 
 
 def _run_all_reduce(program: Program, part: Tensor, link: Link, donate: bool) -> Issued:
-    whole = part.contiguous() if donate else part.clone(memory_format=torch.contiguous_format)
-    ranks, combine = program.group or (), _COMBINE[program.reduction]
-    work = pairs.all_reduce(_flat(whole), combine, ranks, program.in_pairs, link)
+    if donate:
+        whole = part.resolve_neg().contiguous()
+    else:
+        whole = part.clone(memory_format=torch.contiguous_format)
+    ranks, op = program.group or (), program.reduction
+    work = pairs.all_reduce(_flat(whole), op, ranks, program.in_pairs, link)
     if work is None:
-        operation = _REDUCE_OPS[program.reduction]
-        work = dist.all_reduce(whole, operation, link.group, async_op=True)
+        work = dist.all_reduce(whole, _REDUCE_OPS[op], link.group, async_op=True)
     return whole, work
 
 

@@ -207,7 +207,7 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
         # Terms arrive in the rank order of the group; ``pieces`` gives the order in which to
         # combine them.
         places = [piece.offset // max(1, numel(box)) for piece in pieces]
-        return (len(pieces), *shape), lambda stack: _combine_whole(stack.unbind(), places, op)
+        return (len(pieces), *shape), lambda stack: combined(stack.unbind(), places, op)
 
     def combine(flat: Tensor) -> Tensor:
         out = flat.new_full(shape, neutral(op, flat.dtype), dtype=_wide(flat.dtype))
@@ -223,7 +223,7 @@ def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, T
     """Return a function that combines terms as ``combiner`` does, but takes this rank's own term
     from its part, not from the buffer.
     """
-    return lambda part, stack: _combine_whole([*stack.unbind(), cut(part)], places, op)
+    return lambda part, stack: combined([*stack.unbind(), cut(part)], places, op)
 
 
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
@@ -233,7 +233,10 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
-def _combine_whole(terms: Sequence[Tensor], places: list[int], op: Reduction) -> Tensor:
+def combined(terms: Sequence[Tensor], places: Sequence[int], op: Reduction) -> Tensor:
+    """Combine two or more terms of the same shape with ``op``, in the order of their ``places`` in
+    ``terms``. Half-precision values are combined in float32.
+    """
     combine, dtype = _COMBINE[op], terms[0].dtype
     wide = _wide(dtype)
     if wide != dtype:

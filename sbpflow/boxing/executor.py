@@ -35,8 +35,9 @@ Finish = Callable[[], Tensor | None]
 class Pending:
     """A conversion in progress.
 
-    Call ``wait`` exactly once, and do not change the input part until ``wait`` returns. If the
-    world's ``wait_at_once`` is set, the transfer is already complete.
+    Call ``wait`` exactly once, and do not change the input part until ``wait`` returns. ``wait``
+    may send messages, so all ranks must call it at the same place in their order of conversions. If
+    the world's ``wait_at_once`` is set, the transfer is already complete.
     """
 
     def __init__(self, finish: Finish, world: World) -> None:

@@ -13,19 +13,21 @@ not share memory, separate messages are not faster, and a collective needs fewer
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sbpflow.boxing.copies import combined
 from sbpflow.boxing.regions import Region
 from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.runtime.ranks.shared_messages import Arriving, Copy
 from sbpflow.runtime.ranks.world import Link
+from sbpflow.sbp.sbp import Reduction
 
-# Maximum size of all messages of a rank in an all-gather. Each receiver gets its own copy, and the
-# sender keeps the memory for later messages.
+# Maximum size of all messages of a rank in an all-gather, and of the values of an all-reduce. Each
+# receiver gets its own copy, and the sender keeps the memory for later messages.
 MOST_GATHERED = 1 << 26
 _MAX_TAG = 2**31 - 1
 
@@ -130,48 +132,49 @@ def all_gather(
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class AllReduce:
     """An all-reduce in progress, in which every rank computes one piece of the result."""
 
     pieces: dict[int, Tensor]  # the result's pieces, keyed by the global rank that computes them
     terms: dict[int, Tensor]  # the other ranks' terms of this rank's piece, keyed by global rank
     messages: Messages
-    combine: Callable[[Tensor, Tensor], Tensor]
+    op: Reduction
     rank: int
     link: Link
 
     def wait(self) -> None:
-        """Compute this rank's piece, and send it to the other ranks; receive their pieces. Ranks
-        must wait for their reductions in the same order.
+        """Compute this rank's piece, send it to the other ranks, and receive their pieces.
+
+        This sends messages, so all ranks must make this call at the same place in their order of
+        calls on the link.
         """
         self.messages.wait()
         own = self.pieces[self.rank]
         terms = [self.terms.get(rank, own) for rank in self.pieces]  # in the order of the ranks
-        own.copy_(reduce(self.combine, terms))
+        own.copy_(combined(terms, range(len(terms)), self.op))
         others = {rank: piece for rank, piece in self.pieces.items() if rank != self.rank}
         pass_messages(dict.fromkeys(others, own), others, self.link).wait()
 
 
 def all_reduce(
-    values: Tensor,
-    combine: Callable[[Tensor, Tensor], Tensor],
-    ranks: Sequence[int],
-    rank: int | None,
-    link: Link,
-) -> Reduction | None:
-    """Like c10d's ``all_reduce``, with a flat contiguous tensor, whose values are replaced.
+    values: Tensor, op: Reduction, ranks: Sequence[int], rank: int | None, link: Link
+) -> AllReduce | None:
+    """Like c10d's ``all_reduce``, with a flat contiguous tensor, whose values are replaced. Terms
+    are combined in the order of the ranks.
 
-    ``combine`` is applied in the order of the ranks. The other arguments, and the cases in which
-    the result is None, are those of ``all_gather``.
+    ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
+    all ranks, if ``rank`` is None, the tensor is empty or larger than ``MOST_GATHERED``, or the
+    ranks do not share memory.
     """
-    if rank is None or link.shared is None or not values.numel():
+    shared, size = link.shared, values.numel() * values.itemsize
+    if rank is None or shared is None or not 0 < size <= MOST_GATHERED:
         return None
-    if not all(link.shared.takes(other, values) for other in ranks if other != rank):
+    if not all(shared.takes(other, values) for other in ranks if other != rank):
         return None
     pieces = dict(zip(ranks, values.tensor_split(len(ranks)), strict=True))
     others = {other: piece for other, piece in pieces.items() if other != rank}
     terms = {other: torch.empty_like(pieces[rank]) for other in others}
-    return Reduction(pieces, terms, pass_messages(others, terms, link), combine, rank, link)
+    return AllReduce(pieces, terms, pass_messages(others, terms, link), op, rank, link)
 
 
 def all_to_all(

@@ -80,7 +80,9 @@ class Follower:
                 return False
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
-            if self._refused_delta == stamps or self._stamps_of_next() != stamps:
+            if self._refused_delta == stamps:
+                return False
+            if self._stamps_of_next() != stamps:
                 return False  # The files changed while they were read; read them again later.
             self._refused_delta = None if _may_pass(error) else stamps
             self._refuse(error)

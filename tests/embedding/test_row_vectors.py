@@ -5,27 +5,28 @@ import pytest
 
 pytest.importorskip("numba")
 
+import numba
+
 from sbpflow.embedding.storage.compiled import fma
-from sbpflow.embedding.storage.row_vectors import add_row, add_scaled_row, copy_row
-from sbpflow.runtime.compute.compiled import compiled
+from sbpflow.runtime.compute.row_vectors import add_row, add_scaled_row, copy_row
 
 
-@compiled
+@numba.njit(error_model="numpy")  # not cached, so that the current operations are compiled
 def _copy(out, rows):
     copy_row(out, 1, rows, 2)
 
 
-@compiled
+@numba.njit(error_model="numpy")
 def _add(out, rows):
     add_row(out, 1, rows, 2)
 
 
-@compiled
+@numba.njit(error_model="numpy")
 def _add_scaled(out, rows, scale, keep):
     add_scaled_row(out, 1, rows, 2, scale, keep)
 
 
-@compiled
+@numba.njit(error_model="numpy")
 def _add_scaled_in_loop(out, rows, scale, keep):
     for k in range(out.shape[1]):
         out[1, k] = fma(rows[2, k], scale, out[1, k] * keep)
@@ -52,3 +53,18 @@ def test_rows_are_copied_added_and_scaled(width, dtype):
     assert np.array_equal(out, wanted)
     if width:
         assert not np.array_equal(out, start)
+
+
+@pytest.mark.parametrize(
+    ("out", "rows"),
+    [
+        (np.zeros((3, 4)), np.zeros((3, 4), np.float32)),
+        (np.zeros((3, 4)), np.zeros((3, 4), order="F")),
+        (np.zeros((3, 8))[:, ::2], np.zeros((3, 4))),
+        (np.zeros(4), np.zeros((3, 4))),
+    ],
+    ids=["dtypes", "order", "strides", "dims"],
+)
+def test_other_arrays_are_refused(out, rows):
+    with pytest.raises(numba.TypingError, match="C-contiguous matrices of the same dtype"):
+        _add(out, rows)

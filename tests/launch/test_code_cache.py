@@ -46,6 +46,19 @@ class Plant:
         return os.mkdir, (str(self.mark),)
 
 
+def test_the_cache_belongs_to_a_version_of_the_intrinsics(monkeypatch):
+    pytest.importorskip("numba")
+    from sbpflow.runtime.compute import compiled
+
+    names = []
+    for source in (b"a", b"b", b"a"):
+        monkeypatch.setattr(Path, "read_bytes", lambda _, source=source: source)
+        compiled._version.cache_clear()
+        names.append(compiled._version())
+    compiled._version.cache_clear()
+    assert names[0] == names[2] != names[1]
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Return a function that runs a program with two compiled functions and returns its output."""
@@ -80,7 +93,7 @@ def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
     fail.
     """
     assert run() == ("42 42\n", "")
-    folder = tmp_path / "cache" / "sbpflow" / "numba"
+    (folder,) = (tmp_path / "cache" / "sbpflow").glob("numba-*")
     modes = [stat.S_IMODE(one.stat().st_mode) for one in (folder, *list(folder.parents)[:2])]
     assert modes == [0o700] * 3
     planted(folder, tmp_path / "mark")
@@ -92,7 +105,7 @@ def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
 @pytest.mark.parametrize("how", [pytest.param("owner", marks=root_only), "mode"])
 def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
     run()
-    folder = tmp_path / "cache" / "sbpflow" / "numba"
+    (folder,) = (tmp_path / "cache" / "sbpflow").glob("numba-*")
     planted(folder, tmp_path / "mark")
     if how == "owner":
         os.chown(folder, STRANGER, STRANGER)

@@ -13,8 +13,8 @@ from typing import cast
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.embedding.storage.row_vectors import add_row, add_scaled_row, copy_row
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, Node, compiled, prefetch
+from sbpflow.runtime.compute.row_vectors import add_row, add_scaled_row, copy_row
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64

@@ -18,8 +18,8 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.embedding.storage.compiled import fma
-from sbpflow.embedding.storage.row_vectors import add_scaled_row
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch
+from sbpflow.runtime.compute.row_vectors import add_scaled_row
 
 
 class RowArrays(NamedTuple):

@@ -22,7 +22,7 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.rounding import DROPPED_BITS
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
-from sbpflow.runtime.files.cache_dir import code_cache
+from sbpflow.runtime.compute.compiled import numba_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
@@ -289,5 +289,5 @@ def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.
 
 def log_warm_up(seconds: float) -> None:
     """Log how long it took to load the kernels, and where they are cached."""
-    place = code_cache("numba") or "memory"
+    place = numba_cache() or "memory"
     LOG.info("numba kernels ready in %.1f s, cached in %s", seconds, place)

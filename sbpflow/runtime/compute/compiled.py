@@ -1,9 +1,11 @@
 """Compiles functions with numba. Import this module only if numba is installed."""
 
 import fcntl
+import hashlib
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,6 +22,21 @@ Node = Any  # part of an expression that numba compiles, or a compiled function
 MOST_WAIT_S = 60.0  # how long a process waits while another process compiles a function
 _HELD: set[Path] = set()  # file locks that threads of this process hold, or no longer wait for
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def numba_cache() -> Path | None:
+    """Return the folder in which compiled functions are cached, or None if it is not safe.
+
+    The folder belongs to one version of the files next to this one: numba compiles a function again
+    if its own file changes, but not if an intrinsic does, which becomes part of the function.
+    """
+    return code_cache(f"numba-{_version()}")
+
+
+@cache
+def _version() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def compiled(function: FunctionT) -> FunctionT:
@@ -39,7 +56,7 @@ def compiled_fast(function: FunctionT) -> FunctionT:
 
 
 def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
-    folder = code_cache("numba")
+    folder = numba_cache()
     config: Any = numba.config
     default, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
     try:

@@ -122,10 +122,11 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         # 0.27 ms (AMD EPYC).
         total += _weight_gradient(x, gradient).t()
     elif _gradient_uses_onednn(gradient, x):
+        like = x.new_empty(outputs, inputs)  # only its shape and dtype matter
         size = max(_COPIED_BYTES // (x.itemsize * (outputs + inputs)), _LEAST_ROWS)
         for part, block in zip(gradient.split(size), x.split(size), strict=True):
             total += torch.ops.aten.mkldnn_linear_backward_weights(
-                part.to_mkldnn(), block.to_mkldnn(), total, False
+                part.to_mkldnn(), block.to_mkldnn(), like, False
             )[0]
     elif x.dtype == total.dtype:
         total.addmm_(gradient.t(), x)

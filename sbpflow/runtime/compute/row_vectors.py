@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from sbpflow.runtime.compute.compiled import Array, Node
@@ -21,11 +22,13 @@ _Combine = Callable[[Node, Sequence[Node]], Node]
 
 @intrinsic
 def _copy(_: Node, out: Node, i: Node, rows: Node, j: Node) -> Node:
+    _check(out, rows)
     return types.void(out, types.intp, rows, types.intp), _by_lanes(lambda _, v: v[1])
 
 
 @intrinsic
 def _add(_: Node, out: Node, i: Node, rows: Node, j: Node) -> Node:
+    _check(out, rows)
     return (
         types.void(out, types.intp, rows, types.intp),
         _by_lanes(lambda builder, v: builder.fadd(v[0], v[1])),
@@ -34,10 +37,20 @@ def _add(_: Node, out: Node, i: Node, rows: Node, j: Node) -> Node:
 
 @intrinsic
 def _add_scaled(_: Node, out: Node, i: Node, rows: Node, j: Node, scale: Node, keep: Node) -> Node:
+    _check(out, rows)
     return (
         types.void(out, types.intp, rows, types.intp, out.dtype, out.dtype),
         _by_lanes(lambda builder, v: _fma(builder, v[1], v[2], builder.fmul(v[0], v[3]))),
     )
+
+
+def _check(out: Node, rows: Node) -> None:
+    form = (2, "C", rows.dtype)
+    if any((array.ndim, array.layout, array.dtype) != form for array in (out, rows)):
+        raise TypingError(
+            f"operations on rows need two C-contiguous matrices of the same dtype, got {out} and "
+            f"{rows}"
+        )
 
 
 def _by_lanes(combine: _Combine) -> Callable[..., Node]:
