@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sbpflow.runtime.files.cache_dir import code_cache
-
 pytest.importorskip("numba")
 compiled = pytest.importorskip("sbpflow.runtime.compute.compiled")
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +57,7 @@ def test_a_process_waits_only_once_for_a_limited_time(monkeypatch):
         return double(double(double(values)))
 
     name = f"{double.__module__}.{double.__qualname__}.lock"
-    with (code_cache("numba") / name).open("ab") as file:
+    with (compiled.numba_cache() / name).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         start = time.monotonic()
         assert double(np.ones(2)).tolist() == [2, 2]
