@@ -200,7 +200,7 @@ def reduce_parts(world: World) -> int:
     boxing, link = Boxing(world), world.link(everyone, "main")
     before = sum(to._number for to in link.shared._sending.values())
     for op, combine in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin)):
-        for dtype in (torch.float32, torch.float64, torch.int64):
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
             pending = []
             for size in (1, 2, 5, 1000):
                 parts = [message(0, size).to(dtype) * (-1) ** rank + rank for rank in everyone]
@@ -215,7 +215,7 @@ def reduce_parts(world: World) -> int:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_are_reduced_through_shared_memory(sharing, size):
-    assert sharing(size, reduce_parts) == [3 * 3 * 4 * 2 * (size - 1)] * size
+    assert sharing(size, reduce_parts) == [3 * 4 * 4 * 2 * (size - 1)] * size
 
 
 def die_while_awaited(world: World) -> float:

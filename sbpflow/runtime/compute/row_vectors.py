@@ -3,7 +3,7 @@
 LLVM compiles a loop over the columns of a row for many more columns than a usual row has, and then
 handles nearly all columns one by one. These operations process 16 columns at a time, the rest with
 8 and 4, and only the last 3 or fewer one by one. The arguments ``out`` and ``rows`` are
-C-contiguous arrays [.., width] of the same dtype, and results are bit-equal to those of a loop.
+C-contiguous matrices of the same dtype and width, and results are bit-equal to those of a loop.
 """
 
 from collections.abc import Callable, Sequence

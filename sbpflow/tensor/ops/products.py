@@ -38,7 +38,7 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
     # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
     columns = [part.contiguous() for part in weight.split(widths, 1)]
     narrow, *wider = sorted(range(len(xs)), key=lambda n: widths[n])
-    if not _uses_onednn(xs[wider[-1]], columns[wider[-1]]):
+    if not _uses_onednn(xs[wider[-1]], weight.shape[0]):
         # The widest input comes last, so that the largest product is fused with an addition.
         total = F.linear(xs[narrow], columns[narrow], bias)
         for n in wider:
@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias``, like ``linear``, but without gradients."""
-    if not _uses_onednn(x, weight):
+    if not _uses_onednn(x, weight.shape[0]):
         return F.linear(x, weight, bias)
     if bias is not None:
         bias = bias.contiguous()
@@ -106,7 +106,7 @@ def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """Compute ``total += x @ weight.T``, adding in the dtype of ``total`` even if the others have a
     narrower dtype.
     """
-    if x.dtype == total.dtype and not _uses_onednn(x, weight):
+    if x.dtype == total.dtype and not _uses_onednn(x, weight.shape[0]):
         total.addmm_(x, weight.t())
     else:
         total += product(x, weight)
@@ -121,7 +121,7 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         # The wider operand comes second: for 4,096 x 13 x 64, MKL then takes 0.11 instead of
         # 0.27 ms (AMD EPYC).
         total += _weight_gradient(x, gradient).t()
-    elif _gradient_uses_onednn(gradient, x):
+    elif _uses_onednn(x, outputs, _LEAST_GRADIENT_PRODUCTS):
         like = x.new_empty(outputs, inputs)  # only its shape and dtype matter
         size = max(_COPIED_BYTES // (x.itemsize * (outputs + inputs)), _LEAST_ROWS)
         for part, block in zip(gradient.split(size), x.split(size), strict=True):
@@ -144,20 +144,13 @@ def _may_use_onednn(x: Tensor) -> bool:
     )
 
 
-def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    outputs, inputs = weight.shape
+def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
+    """Return whether oneDNN computes a product of x [b, k] with ``outputs`` results per row, or
+    with a gradient [b, outputs], of at least ``least`` terms.
+    """
     return (
-        x.shape[0] * inputs * outputs >= _LEAST_PRODUCTS
-        and min(inputs, outputs) >= _LEAST_WIDTH
-        and _may_use_onednn(x)
-    )
-
-
-def _gradient_uses_onednn(gradient: Tensor, x: Tensor) -> bool:
-    outputs, inputs = gradient.shape[1], x.shape[1]
-    return (
-        x.shape[0] * inputs * outputs >= _LEAST_GRADIENT_PRODUCTS
-        and min(inputs, outputs) >= _LEAST_WIDTH
+        x.numel() * outputs >= least
+        and min(x.shape[-1], outputs) >= _LEAST_WIDTH
         and _may_use_onednn(x)
     )
 
