@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from sbpflow.runtime.compute.cpu import cpu_name
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "torch",
@@ -35,7 +37,7 @@ def provenance() -> dict[str, Any]:
     """Return the device, versions, commit, and time of this process."""
     cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if cuda
         else None,
@@ -90,13 +92,6 @@ def _version(name: str) -> str | None:
 def _cores() -> set[int]:
 
     return os.sched_getaffinity(0)
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _command(*words: str) -> str | None:

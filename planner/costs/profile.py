@@ -21,8 +21,8 @@ from sbpflow.config.parse import brief, build
 from sbpflow.costs.counts import INDEX, vector_of
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import by_phase, transfer_ms
-from sbpflow.embedding.storage.measure import machine_key
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.compute.cpu import machine_key
 from sbpflow.runtime.compute.devices import BACKENDS
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from sbpflow.embedding.storage.measure import cpu_name
 from sbpflow.planner.costs.profile import RANKS_HERE, MeasuredRun, Profile
+from sbpflow.runtime.compute.cpu import cpu_name
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.ranks.topology import Topology
 

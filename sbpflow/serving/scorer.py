@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sbpflow.runtime.compute.cpu import cpu_facts
 from sbpflow.serving.cells import MISSING_ID, hashed_ids
 from sbpflow.serving.columns import Array, Column, RowError
 from sbpflow.serving.encoder import Encoded, Encoder, Vocabularies
@@ -374,13 +375,12 @@ def cpu_features() -> set[str]:
     """Return the CPU's instruction sets according to /proc/cpuinfo or, without this file, the CPU
     capability that torch reports.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+    facts = cpu_facts()
+    if not facts:
         return {torch.backends.cpu.get_cpu_capability()}
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    flags = facts.get("flags") or facts.get("Features", "")
     sets = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "popcnt", "asimd", "sve")
-    return {flag for flag in flags.partition(":")[2].split() if flag.startswith(sets)}
+    return {flag for flag in flags.split() if flag.startswith(sets)}
 
 
 def file_digest(file: Path) -> str:

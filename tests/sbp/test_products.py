@@ -13,6 +13,11 @@ def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
+def use_onednn(monkeypatch: pytest.MonkeyPatch, used: bool = True) -> None:
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: used)
+    monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: used)
+
+
 @pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "MKL"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
@@ -29,7 +34,7 @@ def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
     ids=str,
 )
 def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, onednn, monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    use_onednn(monkeypatch, onednn)
     *xs, weight, offset = tensors = [v.requires_grad_() for v in inputs(rows, widths, outputs)]
     upstream = torch.randn(outputs, rows, generator=torch.Generator().manual_seed(4)).t()
     out = products.linear_of_tensors(xs, weight, offset if bias else None)
@@ -46,7 +51,7 @@ def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, one
 
 
 def test_gradients_are_computed_only_where_they_are_wanted(monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    use_onednn(monkeypatch)
     x, weight, offset = inputs(512, [416], 64)
     products.linear_of_tensors([x], weight.requires_grad_(), offset).sum().backward()
     assert x.grad is None
@@ -56,7 +61,7 @@ def test_gradients_are_computed_only_where_they_are_wanted(monkeypatch):
 
 @pytest.mark.parametrize("bias", [torch.randn(128)[::2], torch.randn(1).expand(64)])
 def test_a_bias_need_not_be_contiguous(bias, monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    use_onednn(monkeypatch)
     x, weight, _ = inputs(512, [416], 64)
     wanted = F.linear(x.double(), weight.double(), bias.double())
     got = products.linear(x, weight, bias).double()
@@ -65,7 +70,7 @@ def test_a_bias_need_not_be_contiguous(bias, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.bfloat16])
 def test_other_dtypes_are_left_to_torch(dtype, monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    use_onednn(monkeypatch)
     grads = []
     for function in (products.linear, F.linear):
         x, weight, offset = (
@@ -79,7 +84,7 @@ def test_other_dtypes_are_left_to_torch(dtype, monkeypatch):
 
 
 def test_second_derivatives_equal_those_of_torch(monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    use_onednn(monkeypatch)
     second = []
     for function in (products.linear, F.linear):
         x, weight, offset = (v.requires_grad_() for v in inputs(512, [416], 64))
@@ -93,7 +98,7 @@ def test_second_derivatives_equal_those_of_torch(monkeypatch):
 
 
 def test_only_tensors_that_gradients_need_are_kept(monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    use_onednn(monkeypatch)
     x, weight, offset = inputs(512, [416], 64)
     hidden = x.requires_grad_() * 2
     out = products.linear(hidden, weight, offset)
@@ -108,25 +113,31 @@ def test_only_tensors_that_gradients_need_are_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "faster"),
+    ("vendor", "family", "capability", "outputs", "gradients"),
     [
-        ("AuthenticAMD", "AVX512", True),
-        ("AuthenticAMD", "AVX2", False),
-        ("GenuineIntel", "AVX512", False),
-        ("", "DEFAULT", False),
+        ("AuthenticAMD", "26", "AVX512", True, True),
+        ("AuthenticAMD", "25", "AVX512", True, False),
+        ("AuthenticAMD", "26", "AVX2", False, False),
+        ("GenuineIntel", "6", "AVX512", False, False),
+        (None, None, "DEFAULT", False, False),
     ],
 )
-def test_the_cpu_decides_which_library_is_used(vendor, capability, faster, monkeypatch):
-    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+def test_the_cpu_decides_which_library_is_used(
+    vendor, family, capability, outputs, gradients, monkeypatch
+):
+    facts = {} if vendor is None else {"vendor_id": vendor, "cpu family": family}
+    monkeypatch.setattr(products, "cpu_facts", lambda: facts)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert products.onednn_is_faster.__wrapped__() is (
-        faster and torch.backends.mkldnn.is_available()
-    )
+    has_library = torch.backends.mkldnn.is_available()
+    decided = products.onednn_is_faster.__wrapped__()
+    assert decided is (outputs and has_library)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: decided)
+    assert products.onednn_gradients_are_faster.__wrapped__() is (gradients and has_library)
 
 
 @pytest.mark.parametrize(("width", "used"), [(416, True), (13, False)])
 def test_only_large_products_use_onednn(width, used, monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    use_onednn(monkeypatch)
     x, weight, offset = inputs(1024, [width], 64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         products.linear_of_tensors([x], weight.requires_grad_(), offset).sum().backward()
@@ -140,7 +151,7 @@ def test_only_large_products_use_onednn(width, used, monkeypatch):
     ("rows", "outputs", "inputs"), [(700, 64, 416), (700, 416, 64), (600, 300, 300), (5, 3, 2)]
 )
 def test_weight_gradients_are_added_in_blocks_of_rows(rows, outputs, inputs, onednn, monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    use_onednn(monkeypatch, onednn)
     monkeypatch.setattr(products, "_COPIED_BYTES", 1)  # blocks of the least size, 256 rows
     generator = torch.Generator().manual_seed(5)
     gradient, x = (torch.randn(rows, n, generator=generator) for n in (outputs, inputs))

@@ -8,7 +8,6 @@ lookup, and update. Ids repeat as in the statistics of the data, or by default a
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from sbpflow.embedding.storage.choose import (
 )
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise
+from sbpflow.runtime.compute.cpu import cpu_name, machine_key
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, read_json
 
@@ -306,19 +306,3 @@ def _software() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
-
-
-def cpu_name() -> str:
-    """Return the CPU model in /proc/cpuinfo or, without it, the processor name from Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def machine_key() -> str:
-    """Return a name for this kind of machine, for file names; machines may share a home folder."""
-    words = f"{cpu_name()} {os.cpu_count()}".split()
-    return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

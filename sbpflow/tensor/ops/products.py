@@ -1,25 +1,25 @@
 """Computes linear layers on plain tensors with the faster of torch's two libraries for CPUs.
 
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
-torch as well, is faster for large products (``docs/decisions/engine.md``). The CPU decides, not a
-measurement, because the libraries differ in the last bits: on equal CPUs, all ranks and all starts
-of a run compute the same bits for products of the same shape.
+torch as well, is faster for large products (``docs/decisions/engine.md``). For gradients of
+weights, oneDNN must copy both operands, so it is faster only on CPUs that add and multiply 512 bits
+at once. The CPU decides, not a measurement, because the libraries differ in the last bits: on equal
+CPUs, all ranks and all starts of a run compute the same bits for products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sbpflow.runtime.compute.cpu import cpu_facts
 from sbpflow.tensor.autograd import Context
 
-# oneDNN needs about 20 us per call, so small products use MKL. For gradients of weights, it first
-# copies both operands.
+# oneDNN needs about 20 us per call, so small products use MKL.
 _LEAST_PRODUCTS = 1 << 22
 _LEAST_GRADIENT_PRODUCTS = 1 << 23
 _LEAST_WIDTH = 16
@@ -121,7 +121,7 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         # The wider operand comes second: for 4,096 x 13 x 64, MKL then takes 0.11 instead of
         # 0.27 ms (AMD EPYC).
         total += _weight_gradient(x, gradient).t()
-    elif _uses_onednn(x, outputs, _LEAST_GRADIENT_PRODUCTS):
+    elif _uses_onednn(x, outputs, _LEAST_GRADIENT_PRODUCTS) and onednn_gradients_are_faster():
         like = x.new_empty(outputs, inputs)  # only its shape and dtype matter
         size = max(_COPIED_BYTES // (x.itemsize * (outputs + inputs)), _LEAST_ROWS)
         for part, block in zip(gradient.split(size), x.split(size), strict=True):
@@ -162,14 +162,13 @@ def onednn_is_faster() -> bool:
         torch.ops.mkldnn, "_linear_pointwise"
     ):
         return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() == "AuthenticAMD"
+    amd = cpu_facts().get("vendor_id") == "AuthenticAMD"
+    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def _vendor() -> str:
-    """Return the CPU's vendor according to /proc/cpuinfo, or "" without this file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    vendors = [line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")]
-    return vendors[0] if vendors else ""
+@cache
+def onednn_gradients_are_faster() -> bool:
+    """Return whether oneDNN computes large gradients of weights faster than MKL, with its copies:
+    on AMD CPUs of family 26 (Zen 5) and later. Earlier CPUs compute AVX-512 in halves.
+    """
+    return onednn_is_faster() and int(cpu_facts().get("cpu family", "0")) >= 26
