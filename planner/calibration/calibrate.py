@@ -41,7 +41,8 @@ class Settings:
     """The optimizer, the seed, and the limits of a calibration.
 
     ``seconds`` limits the whole calibration. ``most_rows`` is the maximum number of rows in a
-    table. Each plan runs ``steps`` steps in each of ``rounds`` rounds.
+    table. Each plan runs up to ``steps`` steps in each of up to ``rounds`` rounds; no round of a
+    task starts after ``sample_seconds``, except the first.
     """
 
     seconds: float = 270.0
@@ -51,6 +52,7 @@ class Settings:
     plans_per_sample: int = 6
     rounds: int = 2
     steps: int = 5
+    sample_seconds: float = 15.0
 
 
 QUICK = Settings(seconds=4.0, most_rows=5_000, steps=2)
@@ -189,7 +191,12 @@ def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number
     if not plans:
         return
     measured = measure_in_turns(
-        boxing, sample, list(plans.values()), rounds=settings.rounds, steps=settings.steps
+        boxing,
+        sample,
+        list(plans.values()),
+        rounds=settings.rounds,
+        steps=settings.steps,
+        seconds=settings.sample_seconds,
     )
     for (name, plan), ms in zip(plans.items(), measured, strict=True):
         if journal is not None:
@@ -205,5 +212,5 @@ def _facts(boxing: Boxing, settings: Settings) -> dict[str, str]:
         "most_rows": str(settings.most_rows),
         "tasks": drawing(),
         "counts": " ".join(FEATURES),
-        "turns": f"{settings.rounds} of {settings.steps} steps",
+        "turns": f"up to {settings.rounds} of up to {settings.steps} steps",
     }

@@ -1,6 +1,7 @@
 """Runs plans on the ranks of a world, with the engine's own trainer, and times their steps."""
 
 import json
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,9 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
+
+# A turn of a plan with slow steps has fewer steps: at most this many ms of steps, or one step.
+TURN_MS = 500.0
 
 
 def from_all_ranks(boxing: Boxing, value: object) -> list[Any]:
@@ -76,7 +80,7 @@ class _Turn:
     ) -> None:
         self._boxing, self._batches = boxing, batches
         self._trainer = make_trainer(boxing, sample.task, plan, sample.hidden)
-        self.run(2)
+        self.usual_ms = self.run(1)[0]
 
     def run(self, steps: int) -> list[float]:
         """Run ``steps + 2`` steps; return the ms of each except the first and the last. Steps send
@@ -103,19 +107,26 @@ def measure_in_turns(
     *,
     rounds: int = 3,
     steps: int = 6,
+    seconds: float = math.inf,
 ) -> list[list[float]]:
-    """Return the step time of each plan in each round, in ms, as [plans][rounds].
+    """Return the step time of each plan in each round, in ms, as [plans][rounds]. A turn has at
+    most ``steps`` steps. No round starts after ``seconds``, except the first.
 
     The plans of a task alternate, so drift over minutes affects all of them equally. Each round
     uses a different order, because the state of the caches depends on the previous plan. A step's
     time is that of the slowest rank, and a round's time is the lower quartile of its steps. Every
     rank must call this function; all ranks return the same result.
     """
+    start = time.monotonic()
     batches = draw_batches(sample, boxing.world.rank, 2, boxing.world.device)
     turns = [_Turn(boxing, sample, plan, batches) for plan in plans]
+    usual_ms = np.max(from_all_ranks(boxing, [turn.usual_ms for turn in turns]), axis=0)
+    num_steps = np.clip(TURN_MS / usual_ms, 1, steps).astype(int).tolist()
     times: list[list[list[float]]] = [[] for _ in turns]  # [plan][round][step]
     for number in range(rounds):
+        if number and from_first_rank(boxing, time.monotonic() - start > seconds):
+            break
         for place in random.Random(number).sample(range(len(turns)), len(turns)):
-            times[place].append(turns[place].run(steps))
-    slowest = np.max(from_all_ranks(boxing, times), axis=0)
-    return np.quantile(slowest, 0.25, axis=-1, method="lower").round(4).tolist()
+            times[place].append(turns[place].run(num_steps[place]))
+    slowest = [np.max(ranks, axis=0) for ranks in zip(*from_all_ranks(boxing, times), strict=True)]
+    return [np.quantile(ms, 0.25, axis=-1, method="lower").round(4).tolist() for ms in slowest]

@@ -5,6 +5,7 @@ memory.
 import json
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
-from sbpflow.planner.calibration import design
+from sbpflow.planner.calibration import design, measure
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
 from sbpflow.planner.calibration.command import describe, save_on_all_hosts
 from sbpflow.planner.calibration.design import (
@@ -247,6 +248,30 @@ def test_lists_of_ids_are_measured_and_every_host_gets_the_profile(ranks, tmp_pa
         # the largest ids show that the lists refer to t0 (500 rows) and t2 (90 rows)
         assert largest[0] >= 90 > largest[1]
     assert load(tmp_path / "0.json") == load(tmp_path / "1.json") == PROFILE
+
+
+def turns_of_slow_steps(world):
+    """Return the number of steps of every turn, and the number of rounds of two measurements."""
+    task = make_task(world_size=2, batch_size=400, rows=(500,))
+    plan = {"t0": Choice(Shape("S(0)", "unique", (2, 1)), (0, 1))}
+    run, steps, rounds = measure._Turn.run, [], []
+
+    def counted(turn, number):
+        steps.append(number)
+        return run(turn, number)
+
+    for turn_ms, seconds in ((1e-6, math.inf), (1e6, 0.0)):
+        with patch.object(measure._Turn, "run", counted), patch.object(measure, "TURN_MS", turn_ms):
+            ((*ms,),) = measure_in_turns(
+                Boxing(world), laws_of(task), [plan], rounds=2, steps=4, seconds=seconds
+            )
+        rounds.append(len(ms))
+    return steps, rounds
+
+
+def test_slow_plans_are_measured_with_fewer_steps_and_slow_tasks_with_fewer_rounds(ranks):
+    first, second = [1, 1, 1], [1, 4]  # each starts with a step to warm up
+    assert ranks(2, turns_of_slow_steps) == [([*first, *second], [2, 1])] * 2
 
 
 def test_predicted_memory_is_what_the_ranks_use(ranks):
