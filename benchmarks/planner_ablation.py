@@ -1,22 +1,24 @@
-"""Compares cost models on the measurements of a calibration; each task is held out once.
+"""Compares cost models on the measurements of calibrations; each task is held out once.
 
-    python -m benchmarks.planner_ablation JOURNAL [--steps NAME=FILE ..] [--recorded]
+    python -m benchmarks.planner_ablation LINK=JOURNAL [LINK=JOURNAL ..] [--recorded]
 
-JOURNAL is the ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate``. FILE contains
-another model's predicted step times for held-out tasks: a JSON list with one number per plan. All
-models price the same plans: the built-in constants, the constants with four fitted factors, the fit
-that calibrations use, and the fit without shrinkage.
+LINK is ``loopback``, or the rate of the link between two hosts, such as ``1gbit``. JOURNAL is the
+``.measured.jsonl`` file next to the profile of ``sbpflow calibrate`` or
+``benchmarks.planner_link``. All models price the same plans: the built-in constants and the nominal
+rate of the link, the constants with five fitted factors, the fit that calibrations use, and the fit
+with more and without shrinkage.
 """
 
 import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planner_regimes import nominal_link
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.costs.counts import vector_of
@@ -24,39 +26,56 @@ from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import WORK_MS, by_phase, transfer_ms
 from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import (
+    LEAST_PLANS,
+    SHRINKAGE,
     Record,
     errors_of,
     fitted_prices,
     held_out_steps,
+    spearman,
 )
-from sbpflow.runtime.ranks.topology import Link
+from sbpflow.runtime.ranks import topology
 
 SHIPPED = "fit, shrunk toward the constants"
 
 
-def constants(_: Sequence[Record]) -> Floats:
-    """Return the prices of ``parallel.scheme: auto``, which do not depend on measurements."""
-    link = Link()
+def constants(records: Sequence[Record], rate: str) -> Floats:
+    """Return the prices of ``parallel.scheme: auto``, which depend only on the link."""
+    link = nominal_link(rate)
     work = WORK_MS + vector_of({"always": 1e-9})  # the price of a step without tables
-    transfers = transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)
-    return np.stack([work, *by_phase(transfers)])
+    if link is None:
+        usual = topology.Link()
+        return np.stack([work, *by_phase(transfer_ms(1e-6 / usual.gb_per_s, usual.latency_ms))])
+    world_size = len(records[0].totals)
+    call_ms = link.call_ms(world_size)
+    hops = link.hop_byte_ms(world_size)
+    return np.stack([work, *by_phase(transfer_ms(link.byte_ms(world_size), call_ms, hops))])
 
 
-MODELS = {
-    "constants": constants,
-    "constants, four fitted factors": lambda records: fitted_prices(records, math.inf),
-    SHIPPED: fitted_prices,
-    "fit without shrinkage": lambda records: fitted_prices(records, 1e-9),
-}
+def models_of(rate: str) -> dict[str, Callable[[Sequence[Record]], Floats]]:
+    """Return the function that computes each model's prices from measurements."""
+    return {
+        "constants": lambda records: constants(records, rate),
+        "constants, five fitted factors": lambda records: fitted_prices(records, math.inf),
+        "fit, ten times the shrinkage": lambda records: fitted_prices(records, 10 * SHRINKAGE),
+        SHIPPED: fitted_prices,
+        "fit without shrinkage": lambda records: fitted_prices(records, 1e-9),
+    }
 
 
-def compare(records: Sequence[Record], others: dict[str, Floats]) -> dict[str, dict[str, object]]:
-    """Return each cost model's errors; ``over`` is a model's regret minus that of the fit that
+def errors_by_model(records: Sequence[Record], rate: str) -> dict[str, dict[str, list[float]]]:
+    """Return the errors of each cost model on held-out tasks, as ``errors_of`` does."""
+    return {
+        name: errors_of(records, held_out_steps(records, prices))
+        for name, prices in models_of(rate).items()
+    }
+
+
+def summary(errors: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Return each cost model's mean errors; ``over`` is a model's regret minus that of the fit that
     calibrations use.
     """
-    steps = {name: held_out_steps(records, prices) for name, prices in MODELS.items()} | others
-    errors = {name: errors_of(records, ms) for name, ms in steps.items()}
-    rows: dict[str, dict[str, object]] = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, mine in errors.items():
         differences = np.subtract(mine["regret"], errors[SHIPPED]["regret"]).tolist()
         rows[name] = {
@@ -68,25 +87,49 @@ def compare(records: Sequence[Record], others: dict[str, Floats]) -> dict[str, d
     return rows
 
 
+def noise_of(records: Sequence[Record]) -> float:
+    """Return the mean rank correlation of the first two rounds of a task's plans, which limits how
+    well a model can agree with the measurements.
+    """
+    found: list[float] = []
+    for sample in sorted({record.sample for record in records}):
+        rounds = [r.rounds_ms for r in records if r.sample == sample and len(r.rounds_ms) > 1]
+        if len(rounds) >= LEAST_PLANS:
+            first, second = (np.array([times[n] for times in rounds]) for n in range(2))
+            found.append(spearman(first, second))
+    return round(statistics.mean(found), 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("journal", type=Path)
-    parser.add_argument("--steps", nargs="*", default=[], metavar="NAME=FILE")
+    parser.add_argument("journals", nargs="+", metavar="LINK=JOURNAL")
     parser.add_argument("--recorded", action="store_true")
     args = parser.parse_args()
-    facts = json.loads(args.journal.read_text().splitlines()[-1])["facts"]
-    records = list(Journal(args.journal, facts).records.values())
-    others = {}
-    for given in args.steps:
-        name, _, path = given.partition("=")
-        others[name] = np.array(json.loads(Path(path).read_text()))
-    results = Results("planner_ablation", benchmark="ablation", recorded=args.recorded)
+    results = Results("planner_ablation", recorded=args.recorded)
+    every: dict[str, dict[str, list[float]]] = {}
+    for given in args.journals:
+        rate, _, path = given.partition("=")
+        facts = json.loads(Path(path).read_text().splitlines()[-1])["facts"]
+        records = list(Journal(Path(path), facts).records.values())
+        results.add(
+            benchmark="ablation",
+            link=rate,
+            world=facts["world"],
+            hosts=int(facts["hosts"]),
+            plans=len(records),
+            tasks=len({record.sample for record in records}),
+            correlation_of_rounds=noise_of(records),
+            models=summary(errors := errors_by_model(records, rate)),
+        )
+        for name, mine in errors.items():
+            known = every.setdefault(name, {})
+            for key, values in mine.items():
+                known.setdefault(key, []).extend(values)
     results.add(
-        world=facts["world"],
-        hosts=int(facts["hosts"]),
-        plans=len(records),
-        tasks=len({record.sample for record in records}),
-        models=compare(records, others),
+        benchmark="ablation",
+        link="all",
+        tasks=len(every[SHIPPED]["regret"]),
+        models=summary(every),
     )
 
 

@@ -29,12 +29,10 @@ from sbpflow.planner.costs.profile import (
 FOLDS = 4
 LEAST_SAMPLES = 3
 LEAST_PLANS = 3  # rank correlations need at least this many plans of a task
-# weight of a price's squared relative change, relative to the squared relative error of one step
-SHRINKAGE = 0.01
-# The same weight for the factors of the first fit. This weight keeps every factor above 0: on a
-# slow link, short calibrations hardly measure the work of the ranks, and if work had no price, the
-# planner would not balance it.
-FIRST_SHRINKAGE = 0.001
+# Weight of a price's squared relative change, relative to the squared relative error of one step.
+# This weight keeps every factor of the first fit above 0: on a slow link, short calibrations hardly
+# measure the work of the ranks, and if work had no price, the planner would not balance it.
+SHRINKAGE = 0.001
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
 )  # default until a calibration has measured the dense part
@@ -130,7 +128,7 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
     scaled, prices = factors, factors.sum(axis=0)
     for _ in range(3):
         busiest = _busiest(totals, prices, per_link)
-        scaled = factors * _solve(busiest, factors, ms, FIRST_SHRINKAGE)[:, None, None]
+        scaled = factors * _solve(busiest, factors, ms, SHRINKAGE)[:, None, None]
         prices = scaled.sum(axis=0)
     if not np.isfinite(shrinkage):
         return prices
