@@ -19,8 +19,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="half of the ranks on each host")
     parser.add_argument("--output", required=True)
     parser.add_argument("--seconds", type=float, default=270.0)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    words = ["--output", args.output, "--seconds", str(args.seconds)]
+    words = ["--output", args.output, "--seconds", str(args.seconds), "--seed", str(args.seed)]
     if args.worker:
         sys.exit(calibrate(words))
     start_ranks("benchmarks.planner_link", args.ranks, words, link=args.link)
