@@ -4,9 +4,9 @@
 
 LINK is ``loopback``, or the rate of the link between two hosts, such as ``1gbit``. JOURNAL is the
 ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate`` or
-``benchmarks.planner_link``. All models price the same plans: the built-in constants and the nominal
-rate of the link, the constants with five fitted factors, the fit that calibrations use, and the fit
-with more and without shrinkage.
+``benchmarks.planner_link``. The models are fitted to each journal separately, and all price the
+same plans: the built-in constants and the nominal rate of the link, the constants with five fitted
+factors, the fit that calibrations use, and the fit with more and without shrinkage.
 """
 
 import argparse
@@ -38,6 +38,9 @@ from sbpflow.runtime.ranks import topology
 
 SHIPPED = "fit, shrunk toward the constants"
 
+Errors = dict[str, dict[str, list[float]]]
+"""The errors of each cost model, by measure, as in ``errors_of``."""
+
 
 def constants(records: Sequence[Record], rate: str) -> Floats:
     """Return the prices of ``parallel.scheme: auto``, which depend only on the link."""
@@ -63,15 +66,15 @@ def models_of(rate: str) -> dict[str, Callable[[Sequence[Record]], Floats]]:
     }
 
 
-def errors_by_model(records: Sequence[Record], rate: str) -> dict[str, dict[str, list[float]]]:
-    """Return the errors of each cost model on held-out tasks, as ``errors_of`` does."""
+def errors_by_model(records: Sequence[Record], rate: str) -> Errors:
+    """Return the errors of each cost model on held-out tasks."""
     return {
         name: errors_of(records, held_out_steps(records, prices))
         for name, prices in models_of(rate).items()
     }
 
 
-def summary(errors: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+def summary(errors: Errors) -> dict[str, dict[str, float]]:
     """Return each cost model's mean errors; ``over`` is a model's regret minus that of the fit that
     calibrations use.
     """
@@ -87,9 +90,9 @@ def summary(errors: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, fl
     return rows
 
 
-def noise_of(records: Sequence[Record]) -> float:
-    """Return the mean rank correlation of the first two rounds of a task's plans, which limits how
-    well a model can agree with the measurements.
+def correlations_of_rounds(records: Sequence[Record]) -> list[float]:
+    """Return, for each task, the rank correlation of the first two rounds of its plans, which
+    limits how well a model can agree with the measurements.
     """
     found: list[float] = []
     for sample in sorted({record.sample for record in records}):
@@ -97,7 +100,7 @@ def noise_of(records: Sequence[Record]) -> float:
         if len(rounds) >= LEAST_PLANS:
             first, second = (np.array([times[n] for times in rounds]) for n in range(2))
             found.append(spearman(first, second))
-    return round(statistics.mean(found), 4)
+    return found
 
 
 def main() -> None:
@@ -105,32 +108,27 @@ def main() -> None:
     parser.add_argument("journals", nargs="+", metavar="LINK=JOURNAL")
     parser.add_argument("--recorded", action="store_true")
     args = parser.parse_args()
-    results = Results("planner_ablation", recorded=args.recorded)
-    every: dict[str, dict[str, list[float]]] = {}
+    errors, rounds = dict[str, Errors](), dict[str, list[float]]()
     for given in args.journals:
         rate, _, path = given.partition("=")
         facts = json.loads(Path(path).read_text().splitlines()[-1])["facts"]
         records = list(Journal(Path(path), facts).records.values())
+        found = errors_by_model(records, rate)
+        for label in (rate, "all"):
+            rounds.setdefault(label, []).extend(correlations_of_rounds(records))
+            for name, mine in found.items():
+                known = errors.setdefault(label, {}).setdefault(name, {})
+                for key, values in mine.items():
+                    known.setdefault(key, []).extend(values)
+    results = Results("planner_ablation", recorded=args.recorded)
+    for label, of_models in errors.items():
         results.add(
             benchmark="ablation",
-            link=rate,
-            world=facts["world"],
-            hosts=int(facts["hosts"]),
-            plans=len(records),
-            tasks=len({record.sample for record in records}),
-            correlation_of_rounds=noise_of(records),
-            models=summary(errors := errors_by_model(records, rate)),
+            link=label,
+            tasks=len(of_models[SHIPPED]["regret"]),
+            correlation_of_rounds=round(statistics.mean(rounds[label]), 4),
+            models=summary(of_models),
         )
-        for name, mine in errors.items():
-            known = every.setdefault(name, {})
-            for key, values in mine.items():
-                known.setdefault(key, []).extend(values)
-    results.add(
-        benchmark="ablation",
-        link="all",
-        tasks=len(every[SHIPPED]["regret"]),
-        models=summary(every),
-    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.torchrec_models import config_of, fields_of
+from benchmarks.two_level import SHAPE
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import ClipConfig
 from sbpflow.config.table_layouts import resolve_table_layouts
@@ -325,6 +327,20 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
         config, fields, world_size=4, device_type="cpu", topology=uneven, traced=False
     )
     assert not [priced for priced in plan.priced if "two levels" in priced.name]
+
+
+@pytest.mark.parametrize(("mbit", "two_hops"), [(100, True), (1000, True), (10_000, False)])
+def test_auto_chooses_two_hops_where_they_were_measured_to_be_faster(mbit, two_hops):
+    """The shape is that of ``benchmarks.two_level``; two ranks share a link."""
+    config = make_config(None, "rowwise_adagrad", dtype="float32", batch_size=32_768)
+    parallel = replace(config.parallel, scheme="auto")
+    config = replace(config, parallel=parallel, model=config_of("wdl", SHAPE))
+    topology = replace(HOSTS, network_link=Link(gb_per_s=mbit / 8e3 / 2))
+    fields = fields_of(SHAPE)
+    _, plan = plan_run(
+        config, fields, world_size=4, device_type="cpu", topology=topology, traced=False
+    )
+    assert (plan.priced[0].name == "all unique, two levels") is two_hops
 
 
 def test_profiles_contain_their_hosts():

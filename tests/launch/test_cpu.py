@@ -11,7 +11,7 @@ UNCACHED = cpu.cpu_facts.__wrapped__
 
 
 def identify(monkeypatch: pytest.MonkeyPatch, text: str) -> str:
-    monkeypatch.setattr(Path, "read_text", lambda _, **__: f"{text}\n{text}")
+    monkeypatch.setattr(Path, "read_text", lambda *_: f"{text}\n{text}")
     monkeypatch.setattr(cpu, "cpu_facts", UNCACHED)
     return cpu.cpu_name()
 
@@ -26,7 +26,7 @@ def test_a_cpu_without_a_model_name_has_the_name_from_python(monkeypatch):
     monkeypatch.setattr(cpu.platform, "processor", lambda: "aarch64")
     assert identify(monkeypatch, "processor\t: 0\nFeatures\t: fp asimd\n") == "aarch64"
 
-    def refuse(_: Path, **__: str) -> str:
+    def refuse(*_: object) -> str:
         raise FileNotFoundError
 
     monkeypatch.setattr(Path, "read_text", refuse)

@@ -11,7 +11,7 @@ from pathlib import Path
 def cpu_facts() -> Mapping[str, str]:
     """Return what /proc/cpuinfo says about the first CPU; empty without this file."""
     try:
-        first, *_ = Path("/proc/cpuinfo").read_text(encoding="ascii").split("\n\n")
+        first, *_ = Path("/proc/cpuinfo").read_text("utf-8", "replace").split("\n\n")
     except OSError:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())
