@@ -114,7 +114,7 @@ def main() -> None:
         facts = json.loads(Path(path).read_text().splitlines()[-1])["facts"]
         records = list(Journal(Path(path), facts).records.values())
         found = errors_by_model(records, rate)
-        for label in (rate, "all"):
+        for label in (rate, f"seed {facts['seed']}", "all"):
             rounds.setdefault(label, []).extend(correlations_of_rounds(records))
             for name, mine in found.items():
                 known = errors.setdefault(label, {}).setdefault(name, {})
