@@ -100,6 +100,34 @@ def test_the_models_have_the_recorded_scores():
         assert scores == [f"{means[model][system]:.5f}" for system in systems]
 
 
+def test_the_cost_models_have_the_recorded_errors():
+    lines = {line["link"]: line for line in read("planner_ablation.jsonl")}
+    links = [lines[link] for link in ("loopback", "1gbit", "100mbit")]
+    section = PAGES["planner"].split("## Cost models")[1].split("\n## ")[0]
+    shown = [
+        [cell.strip() for cell in row]
+        for row in re.findall(
+            r"^\| (\D[^|]*) \| ([^|]+%) \| ([^|]+) \| ([^|]+) \| ([^|]*) \|$", section, re.M
+        )
+    ]
+    expected: list[list[str]] = []
+    for name, pooled in lines["all"]["models"].items():
+        each = [line["models"][name] for line in links]
+        over, width = 100 * pooled["over"], 100 * pooled["over interval"]
+        expected.append(
+            [
+                " / ".join(f"{100 * m['step relative']:.0f}" for m in each) + "%",
+                " / ".join(f"{m['rank correlation']:.2f}" for m in each),
+                f"{100 * pooled['regret']:.1f}% +- {100 * pooled['regret interval']:.1f}",
+                f"{over:+.1f}% +- {width:.1f}" if width else "",
+            ]
+        )
+    assert [cells for _, *cells in shown] == expected
+    unfitted = lines["seed 1"]["models"]["constants"]
+    points = f"{100 * unfitted['over']:.1f} points (+- {100 * unfitted['over interval']:.1f})"
+    assert points in " ".join(section.split())
+
+
 def test_the_job_of_the_planner_took_the_recorded_times():
     table = PAGES["planner"].split("## Measured job time")[1].split("\n## ")[0]
     names = {"`auto`": "auto", "EMBark": "embark", "NeuroShard": "neuroshard"}
