@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planner_regimes import nominal_link
+from benchmarks.planner_regimes import RANKS, nominal_link
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.costs.counts import vector_of
@@ -111,7 +111,13 @@ def main() -> None:
     errors, rounds = dict[str, Errors](), dict[str, list[float]]()
     for given in args.journals:
         rate, _, path = given.partition("=")
+        if not path:
+            parser.error(f"{given!r} is not LINK=JOURNAL, such as 1gbit=profile.measured.jsonl")
         facts = json.loads(Path(path).read_text().splitlines()[-1])["facts"]
+        if (rate == "loopback") != (facts["hosts"] == "1"):
+            parser.error(f"{given}: the journal was measured on {facts['hosts']} host(s)")
+        if facts["world"] != f"{RANKS} gloo":
+            parser.error(f"{given}: the ranks are {facts['world']}, not {RANKS} gloo")
         records = list(Journal(Path(path), facts).records.values())
         found = errors_by_model(records, rate)
         for label in (rate, f"seed {facts['seed']}", "all"):

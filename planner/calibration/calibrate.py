@@ -23,7 +23,7 @@ from sbpflow.costs.counts import FEATURES, NUM_FEATURES
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Sample, draw_plans, draw_sample, drawing
 from sbpflow.planner.calibration.fit import LEAST_SAMPLES, Record, fit
-from sbpflow.planner.calibration.measure import from_first_rank, measure_in_turns
+from sbpflow.planner.calibration.measure import TURN_MS, from_first_rank, measure_in_turns
 from sbpflow.planner.costs.cost import count_work
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.run_corrections import facts_of
@@ -41,8 +41,8 @@ class Settings:
     """The optimizer, the seed, and the limits of a calibration.
 
     ``seconds`` limits the whole calibration. ``most_rows`` is the maximum number of rows in a
-    table. Each plan runs up to ``steps`` steps in each of up to ``rounds`` rounds; no round of a
-    task starts after ``sample_seconds``, except the first.
+    table. Each plan is measured for up to ``steps`` steps in each of up to ``rounds`` rounds; no
+    round of a task starts after ``sample_seconds``, except the first.
     """
 
     seconds: float = 270.0
@@ -212,5 +212,6 @@ def _facts(boxing: Boxing, settings: Settings) -> dict[str, str]:
         "most_rows": str(settings.most_rows),
         "tasks": drawing(),
         "counts": " ".join(FEATURES),
-        "turns": f"up to {settings.rounds} of up to {settings.steps} steps",
+        "turns": f"{settings.rounds} of {settings.steps} steps, {TURN_MS} ms, "
+        f"{settings.sample_seconds} s",
     }

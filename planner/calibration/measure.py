@@ -24,7 +24,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.training.step_schedule import OVERLAPPED
 from sbpflow.training.trainer import Trainer
 
-# A turn of a plan with slow steps has fewer steps: at most this many ms of steps, or one step.
+# In a turn, a plan with slow steps measures fewer steps: at most this many ms, or one step.
 TURN_MS = 500.0
 
 
@@ -80,7 +80,7 @@ class _Turn:
     ) -> None:
         self._boxing, self._batches = boxing, batches
         self._trainer = make_trainer(boxing, sample.task, plan, sample.hidden)
-        self.usual_ms = self.run(1)[0]
+        self.usual_ms = min(self.run(2))
 
     def run(self, steps: int) -> list[float]:
         """Run ``steps + 2`` steps; return the ms of each except the first and the last. Steps send
@@ -109,8 +109,8 @@ def measure_in_turns(
     steps: int = 6,
     seconds: float = math.inf,
 ) -> list[list[float]]:
-    """Return the step time of each plan in each round, in ms, as [plans][rounds]. A turn has at
-    most ``steps`` steps. No round starts after ``seconds``, except the first.
+    """Return the step time of each plan in each round, in ms, as [plans][rounds]. A turn
+    measures at most ``steps`` steps. No round starts after ``seconds``, except the first.
 
     The plans of a task alternate, so drift over minutes affects all of them equally. Each round
     uses a different order, because the state of the caches depends on the previous plan. A step's

@@ -20,9 +20,10 @@ INDEX_NS = 4.0  # price of finding an id among the unique ids
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
-# Price of a hop within the host, through shared memory: two hops save 94 to 95 % of the time that
-# they should save on the link, so a hop takes 0.15 ns per byte at 1 Gbit/s, and 1.7 ns at 100
-# Mbit/s (``benchmarks.two_level``, 2 cores for 4 ranks, AMD EPYC, 2026-11).
+# Price of the work of a hop within the host, in addition to the transfer at the rate of the links
+# within the host, which is also 0.5 ns at the assumed 2 GB/s. The time that two hops should save on
+# the link but do not was 1.4 ns per byte at 100 Mbit/s and 0.2 ns, within the noise, at 1 Gbit/s
+# (``benchmarks.two_level``, 2 cores for 4 ranks, AMD EPYC, 2026-11); 1 ns is between them.
 HOP_NS_PER_BYTE = 0.5
 GROUP_MS, STACK_MS = 2.5, 0.5
 

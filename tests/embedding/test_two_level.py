@@ -329,9 +329,9 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
     assert not [priced for priced in plan.priced if "two levels" in priced.name]
 
 
-@pytest.mark.parametrize(("mbit", "two_hops"), [(100, True), (1000, True), (10_000, False)])
-def test_auto_chooses_two_hops_where_they_were_measured_to_be_faster(mbit, two_hops):
-    """The shape is that of ``benchmarks.two_level``; two ranks share a link."""
+@pytest.mark.parametrize("mbit", [100, 1000])
+def test_auto_chooses_two_hops_where_they_were_measured_to_be_faster(mbit):
+    """The shape and the rates are those of ``benchmarks.two_level``; two ranks share a link."""
     config = make_config(None, "rowwise_adagrad", dtype="float32", batch_size=32_768)
     parallel = replace(config.parallel, scheme="auto")
     config = replace(config, parallel=parallel, model=config_of("wdl", SHAPE))
@@ -340,7 +340,7 @@ def test_auto_chooses_two_hops_where_they_were_measured_to_be_faster(mbit, two_h
     _, plan = plan_run(
         config, fields, world_size=4, device_type="cpu", topology=topology, traced=False
     )
-    assert (plan.priced[0].name == "all unique, two levels") is two_hops
+    assert plan.priced[0].name == "all unique, two levels"
 
 
 def test_profiles_contain_their_hosts():

@@ -23,8 +23,10 @@ def test_generations_with_equal_model_names_have_different_names(monkeypatch):
 
 
 def test_a_cpu_without_a_model_name_has_the_name_from_python(monkeypatch):
-    monkeypatch.setattr(cpu.platform, "processor", lambda: "aarch64")
-    assert identify(monkeypatch, "processor\t: 0\nFeatures\t: fp asimd\n") == "aarch64"
+    monkeypatch.setattr(cpu.platform, "processor", lambda: "")
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
+    arm = "processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd40\n"
+    assert identify(monkeypatch, arm) == "aarch64, part 0xd40"
 
     def refuse(*_: object) -> str:
         raise FileNotFoundError

@@ -251,17 +251,20 @@ def test_lists_of_ids_are_measured_and_every_host_gets_the_profile(ranks, tmp_pa
 
 
 def turns_of_slow_steps(world):
-    """Return the number of steps of every turn, and the number of rounds of two measurements."""
+    """Return the number of steps of every turn, and the number of rounds of two measurements. Steps
+    are slow only for rank 1, and the time is over only for rank 0, which decides.
+    """
     task = make_task(world_size=2, batch_size=400, rows=(500,))
     plan = {"t0": Choice(Shape("S(0)", "unique", (2, 1)), (0, 1))}
     run, steps, rounds = measure._Turn.run, [], []
+    over, slow = (0.0, 1.0) if world.rank == 0 else (math.inf, 1e9)
 
     def counted(turn, number):
         steps.append(number)
-        return run(turn, number)
+        return [slow * ms for ms in run(turn, number)] if len(steps) == 1 else run(turn, number)
 
-    for turn_ms, seconds in ((1e-6, math.inf), (1e6, 0.0)):
-        with patch.object(measure._Turn, "run", counted), patch.object(measure, "TURN_MS", turn_ms):
+    for seconds in (math.inf, over):
+        with patch.object(measure._Turn, "run", counted), patch.object(measure, "TURN_MS", 1e6):
             ((*ms,),) = measure_in_turns(
                 Boxing(world), laws_of(task), [plan], rounds=2, steps=4, seconds=seconds
             )
@@ -270,7 +273,7 @@ def turns_of_slow_steps(world):
 
 
 def test_slow_plans_are_measured_with_fewer_steps_and_slow_tasks_with_fewer_rounds(ranks):
-    first, second = [1, 1, 1], [1, 4]  # each starts with a step to warm up
+    first, second = [2, 1, 1], [2, 4]  # each starts with two steps to warm up
     assert ranks(2, turns_of_slow_steps) == [([*first, *second], [2, 1])] * 2
 
 

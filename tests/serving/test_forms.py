@@ -94,3 +94,21 @@ def test_an_onnx_part_computes_the_same_logits(folder, tmp_path):
     inputs = seen | {f"dense/{name}": value.numpy() for name, value in model.weights.items()}
     (logits,) = session.run(None, {name: v for name, v in inputs.items() if name in names})
     np.testing.assert_allclose(logits.reshape(-1), wanted[0].reshape(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("facts", "features"),
+    [
+        ({"flags": "fpu sse4_2 avx2 avx512f hypervisor"}, {"sse4_2", "avx2", "avx512f"}),
+        ({"Features": "fp asimd sve aes"}, {"asimd", "sve"}),
+        ({"model name": "unknown"}, set()),
+    ],
+)
+def test_the_instruction_sets_are_those_of_the_cpu(facts, features, monkeypatch):
+    monkeypatch.setattr(scorer, "cpu_facts", lambda: facts)
+    assert scorer.cpu_features() == features
+
+
+def test_without_facts_about_the_cpu_torch_names_its_instruction_sets(monkeypatch):
+    monkeypatch.setattr(scorer, "cpu_facts", dict)
+    assert scorer.cpu_features() == {torch.backends.cpu.get_cpu_capability()}

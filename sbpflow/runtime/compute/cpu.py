@@ -19,15 +19,15 @@ def cpu_facts() -> Mapping[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the CPU model, with its family and model number, because virtual machines give the
-    same name to CPUs of different generations. Without /proc/cpuinfo, return the processor name
-    from Python.
+    """Return the CPU model with the numbers of its family and model (x86) or its part (ARM).
+
+    The numbers are needed because virtual machines give the same name to CPUs of different
+    generations. Without a name, use the processor or machine name from Python.
     """
     facts = cpu_facts()
-    if "model name" not in facts:
-        return platform.processor()
-    numbers = [f"{key} {facts[key]}" for key in ("cpu family", "model") if key in facts]
-    return ", ".join([facts["model name"], *numbers]).replace("cpu family", "family")
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = {"family": "cpu family", "model": "model", "part": "CPU part"}
+    return ", ".join([name, *(f"{k} {facts[v]}" for k, v in numbers.items() if v in facts)])
 
 
 def machine_key() -> str:

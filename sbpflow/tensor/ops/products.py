@@ -2,8 +2,8 @@
 
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
 torch as well, is faster for large products (``docs/decisions/engine.md``). For gradients of
-weights, oneDNN must copy both operands, so it is faster only on CPUs that add and multiply 512 bits
-at once. The CPU decides, not a measurement, because the libraries differ in the last bits: on equal
+weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA units. The
+CPU decides, not a measurement, because the libraries differ in the last bits: on equal
 CPUs, all ranks and all starts of a run compute the same bits for products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
@@ -169,6 +169,6 @@ def onednn_is_faster() -> bool:
 @cache
 def onednn_gradients_are_faster() -> bool:
     """Return whether oneDNN computes large gradients of weights faster than MKL, with its copies:
-    on AMD CPUs of family 26 (Zen 5) and later. Earlier CPUs compute AVX-512 in halves.
+    on AMD server CPUs of family 26 (Zen 5) and later. Zen 4 splits 512-bit operations into halves.
     """
     return onednn_is_faster() and int(cpu_facts().get("cpu family", "0")) >= 26
