@@ -6,7 +6,7 @@ LINK is ``loopback``, or the rate of the link between two hosts, such as ``1gbit
 ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate`` or
 ``benchmarks.planner_link``. The models are fitted to each journal separately, and all price the
 same plans: the built-in constants and the nominal rate of the link, the constants with five fitted
-factors, the fit that calibrations use, and the fit with more and without shrinkage.
+factors, the fit that calibrations use, and the fit with less and without shrinkage.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def models_of(rate: str) -> dict[str, Callable[[Sequence[Record]], Floats]]:
     return {
         "constants": lambda records: constants(records, rate),
         "constants, five fitted factors": lambda records: fitted_prices(records, math.inf),
-        "fit, ten times the shrinkage": lambda records: fitted_prices(records, 10 * SHRINKAGE),
+        "fit, a tenth of the shrinkage": lambda records: fitted_prices(records, SHRINKAGE / 10),
         SHIPPED: fitted_prices,
         "fit without shrinkage": lambda records: fitted_prices(records, 1e-9),
     }

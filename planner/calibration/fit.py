@@ -1,11 +1,10 @@
 """Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
 A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank in
-each phase. First, a few factors are fitted: one each for all constants of work, the dense part, the
-fixed time of a step, bytes, and calls. These factors adapt the constants to the machine and its
-link. Then each price may deviate from its scaled constant. Both fits have the same small penalty,
-whose strength ``benchmarks.planner_ablation`` compares with others. All errors are measured on
-tasks that were not used in the fit.
+each phase. First, a few factors are fitted almost without a penalty: one each for all constants of
+work, the dense part, the fixed time of a step, bytes, and calls. These factors adapt the constants
+to the machine and its link. Then each price may deviate from its scaled constant, at a penalty. All
+errors are measured on tasks that were not used in the fit.
 """
 
 import statistics
@@ -30,10 +29,12 @@ from sbpflow.planner.costs.profile import (
 FOLDS = 4
 LEAST_SAMPLES = 3
 LEAST_PLANS = 3  # rank correlations need at least this many plans of a task
-# Weight of a price's squared relative change, relative to the squared relative error of one step.
-# This weight keeps every factor of the first fit above 0: on a slow link, short calibrations hardly
-# measure the work of the ranks, and if work had no price, the planner would not balance it.
-SHRINKAGE = 0.001
+# weight of a price's squared relative change, relative to the squared relative error of one step
+SHRINKAGE = 0.01
+# The same weight for the factors of the first fit. This weight keeps every factor above 0: on a
+# slow link, short calibrations hardly measure the work of the ranks, and if work had no price, the
+# planner would not balance it.
+FIRST_SHRINKAGE = 0.001
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
 )  # default until a calibration has measured the dense part
@@ -129,7 +130,7 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
     scaled, prices = factors, factors.sum(axis=0)
     for _ in range(3):
         busiest = _busiest(totals, prices, per_link)
-        scaled = factors * _solve(busiest, factors, ms, SHRINKAGE)[:, None, None]
+        scaled = factors * _solve(busiest, factors, ms, FIRST_SHRINKAGE)[:, None, None]
         prices = scaled.sum(axis=0)
     if not np.isfinite(shrinkage):
         return prices
