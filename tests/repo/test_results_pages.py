@@ -125,9 +125,20 @@ def test_the_cost_models_have_the_recorded_errors():
             ]
         )
     assert [cells for _, *cells in shown] == expected
-    unfitted = lines["seed 1"]["models"]["constants"]
-    points = f"{100 * unfitted['over']:.1f} points (+- {100 * unfitted['over interval']:.1f})"
-    assert points in " ".join(section.split())
+    text = " ".join(section.split())
+    for link in ("all", "loopback"):
+        unfitted = lines[link]["models"]["constants"]
+        points = f"{100 * unfitted['over']:.1f} points (+- {100 * unfitted['over interval']:.1f})"
+        assert points in text
+    for link, before in (("all", "The "), ("loopback", "4 ranks: "), ("1gbit", "loopback, ")):
+        assert f"{before}{lines[link]['tasks']} " in text
+    noise = " / ".join(f"{line['correlation_of_rounds']:.2f}" for line in links)
+    one = lines["all"]["models"]["constants"]
+    assert f"| random plan | | | {100 * one['regret of a random plan']:.0f}% | |" in section
+    first = (
+        f"| fastest plan of the first round | | {noise} | {100 * one['regret of one round']:.1f}%"
+    )
+    assert first in section
 
 
 def test_the_job_of_the_planner_took_the_recorded_times():
