@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planner_plans import unfitted
 from benchmarks.planner_regimes import RANKS, nominal_link
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
-from sbpflow.costs.counts import vector_of
 from sbpflow.costs.ids import Floats
-from sbpflow.costs.prices import WORK_MS, by_phase, transfer_ms
 from sbpflow.planner.calibration.calibrate import Journal
 from sbpflow.planner.calibration.fit import (
     LEAST_PLANS,
@@ -34,7 +33,7 @@ from sbpflow.planner.calibration.fit import (
     held_out_steps,
     spearman,
 )
-from sbpflow.runtime.ranks import topology
+from sbpflow.planner.costs.profile import Link, Profile
 
 SHIPPED = "fit, shrunk toward the constants"
 
@@ -43,16 +42,10 @@ Errors = dict[str, dict[str, list[float]]]
 
 
 def constants(records: Sequence[Record], rate: str) -> Floats:
-    """Return the prices of ``parallel.scheme: auto``, which depend only on the link."""
-    link = nominal_link(rate)
-    work = WORK_MS + vector_of({"always": 1e-9})  # the price of a step without tables
-    if link is None:
-        usual = topology.Link()
-        return np.stack([work, *by_phase(transfer_ms(1e-6 / usual.gb_per_s, usual.latency_ms))])
-    world_size = len(records[0].totals)
-    call_ms = link.call_ms(world_size)
-    hops = link.hop_byte_ms(world_size)
-    return np.stack([work, *by_phase(transfer_ms(link.byte_ms(world_size), call_ms, hops))])
+    """Return the prices of a search with built-in costs, which depend only on the link."""
+    size = len(records[0].totals)
+    empty = Profile(work_ms={}, link=Link(), world_size=size, backend="gloo")
+    return unfitted(empty, nominal_link(rate)).prices(size).T
 
 
 def models_of(rate: str) -> dict[str, Callable[[Sequence[Record]], Floats]]:
@@ -91,8 +84,8 @@ def summary(errors: Errors) -> dict[str, dict[str, float]]:
 
 
 def correlations_of_rounds(records: Sequence[Record]) -> list[float]:
-    """Return, for each task, the rank correlation of the first two rounds of its plans, which
-    limits how well a model can agree with the measurements.
+    """Return, for each task, the rank correlation of the first two rounds of its plans, which shows
+    the noise of a round.
     """
     found: list[float] = []
     for sample in sorted({record.sample for record in records}):

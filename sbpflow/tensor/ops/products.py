@@ -3,8 +3,8 @@
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
 torch as well, is faster for large products (``docs/decisions/engine.md``). For gradients of
 weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA units. The
-CPU decides, not a measurement, because the libraries differ in the last bits: on equal
-CPUs, all ranks and all starts of a run compute the same bits for products of the same shape.
+CPU decides, not a measurement, because the libraries differ in the last bits: on equal CPUs, all
+ranks and all starts of a run compute the same bits for products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
