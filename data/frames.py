@@ -54,6 +54,8 @@ def prepared_set(
         words.append(input_of(data, folder / "rows.arrow"))
     words += ["--split", f"file:{','.join(split)}"] if split else []
     for key, value in options.items():
+        if value is None or value is False:  # the default
+            continue
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         words += [f"--{key.replace('_', '-')}", *([] if value is True else [text])]
     if isinstance(schema, str | Path):

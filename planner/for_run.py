@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
+from sbpflow.data.stats import FieldStats
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.command import save_on_all_hosts
@@ -54,23 +54,6 @@ from sbpflow.runtime.compute.devices import BACKENDS, device_name
 from sbpflow.runtime.ranks.topology import Topology
 
 LOG = logging.getLogger(__name__)
-
-
-class FieldStats(Protocol):
-    """The statistics of a field, as ``sbpflow stats`` measures them."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def lookups(self) -> int: ...
-    @property
-    def distinct(self) -> int: ...
-    @property
-    def bins_rows(self) -> list[int]: ...
-    @property
-    def bins_lookups(self) -> list[int]: ...
-    @property
-    def unique_ratio(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +209,10 @@ def plan_tables(
     start = time.perf_counter()
     path = None if profile else default_path(device_type)
     profile = profile or load(default_path(device_type))
+    # Early rows may be possible with the planned layouts even if they are not with the draft's.
+    ahead = replace(config.train, early_rows="auto", late_gradients="auto")
     _, draft = plan_run(
-        config,
+        replace(config, train=ahead),
         fields,
         world_size=world_size,
         device_type=device_type,

@@ -36,7 +36,7 @@ from sbpflow.planner.search.seeds import families, homogeneous
 from sbpflow.planner.shapes import assignment_of, plan_of
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
-from sbpflow.runtime.files.json_file import JsonError, is_number, list_of, read_json
+from sbpflow.runtime.files.json_file import JsonError, list_of, read_json
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
@@ -200,7 +200,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
             raise ConfigError(
                 f"--measure: a rank failed with exit code {code}; its message is above"
             )
-        times = dict(zip(plans, _times(times_file, len(plans)), strict=True))
+        times = dict(zip(plans, list_of(read_json(times_file), "--measure"), strict=True))
     lines = [
         f"measured {ms:9.3f} ms  {name}" for name, ms in sorted(times.items(), key=lambda t: t[1])
     ]
@@ -243,22 +243,6 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
 def _num_moved(plan: Assignment, other: Assignment) -> int:
     """Return the number of tables whose shape or ranks differ between two plans."""
     return sum(a != b for a, b in zip(plan, other, strict=True))
-
-
-def _times(path: Path, count: int) -> list[float]:
-    """Read the times that ``measure`` wrote; raise ConfigError for any other content."""
-    try:
-        times = list_of(read_json(path), str(path))
-    except (FileNotFoundError, JsonError) as error:
-        raise ConfigError(
-            f"--measure: the ranks wrote no times ({error}); run the command again"
-        ) from error
-    if len(times) != count or not all(map(is_number, times)):
-        raise ConfigError(
-            f"--measure: the ranks did not write one time for each of {count} plans; run the "
-            "command again"
-        )
-    return times
 
 
 def measure(argv: Sequence[str]) -> str:

@@ -151,10 +151,6 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
         return GREEDY[name]
     if name == "embark":
         return embark
-    if name not in LEARNED:
-        raise ConfigError(
-            f"--planner: {name!r} is not a published planner; use one of {', '.join(PLANNERS[1:])}"
-        )
     kind, path = LEARNED[name], path_of(name, like, seed)
     model = kind.blank(like.task.world_size)
     if not load_model(model, path):

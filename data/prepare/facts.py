@@ -94,20 +94,12 @@ def column_facts(frame: pl.DataFrame) -> list[ColumnFacts]:
 def _facts(cells: pl.Series) -> ColumnFacts:
     values = cells.drop_nulls()
     missing = 1 - len(values) / max(len(cells), 1)
-    kind, values, mark, decimal, forms, odd = _kind(values)
-    longest = int(values.list.len().max() or 0) if kind == "list" else 0
-    distinct = (values.explode() if kind == "list" else values).n_unique() if len(values) else 0
+    kind = _kind(values)
+    values, is_list = kind.values, kind.kind == "list"
+    longest = int(values.list.len().max() or 0) if is_list else 0
+    distinct = (values.explode() if is_list else values).n_unique() if len(values) else 0
     return ColumnFacts(
-        name=cells.name,
-        kind=kind,
-        values=values,
-        missing=missing,
-        distinct=distinct,
-        mark=mark,
-        longest=longest,
-        decimal=decimal,
-        forms=forms,
-        odd=odd,
+        name=cells.name, missing=missing, distinct=distinct, longest=longest, **kind._asdict()
     )
 
 

@@ -84,6 +84,11 @@ class RowLoader:
         return self._num_steps(0)
 
     @property
+    def num_steps_left(self) -> int:
+        """Return the number of steps from the cursor to the end of the epoch."""
+        return self._num_steps(self._cursor)
+
+    @property
     def num_dropped_rows(self) -> int:
         """Return the number of rows at the end of the epoch that ``tail="drop"`` drops.
 
@@ -236,7 +241,7 @@ class RowLoader:
         self._restored = False
 
     def _is_over(self) -> bool:
-        return self._num_steps(self._cursor) == 0
+        return self.num_steps_left == 0
 
     def _no_rows(self) -> BatchColumns:
         words = self._rows.read(self._order(0).runs(0, 0), lambda size: np.empty(size, np.int32))

@@ -57,7 +57,7 @@ class SynthOptions:
         """Raise ConfigError for invalid values."""
         if self.split.kind != "time":
             raise ConfigError("--split: generated rows need a split such as time:0.8,0.1,0.1")
-        if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
+        if self.format == "tsv" and any(most != (1, 1) for _, most in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
         if self.format == "tsv" and self.keys:
             raise ConfigError(

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
-from sbpflow.costs.counts import INDEX, INDEX_ITEM, Facts, Ints, Key, vector_of, work_of
+import numpy as np
+
+from sbpflow.costs.counts import INDEX, INDEX_ITEM, NUM_FEATURES, Facts, Ints, Key, vector_of
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, Member
@@ -61,9 +64,17 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
     facts = _facts(task, table, shape.parts[0] if exchange.even else size)
-    sizes = zip((table.num_rows, table.dim), shape.parts, strict=True)
-    work = work_of(exchange, facts, *(balanced_sizes(size, parts) for size, parts in sizes))
-    return ShapeCost(*work, _keys(task, table, shape, exchange))
+    home = vector_of(exchange.home(facts, shape.parts))
+    rows, widths = map(balanced_sizes, (table.num_rows, table.dim), shape.parts)
+    parts = [] if exchange.copies or exchange.even else list(product(rows, widths))
+    place = {part: n for n, part in enumerate(dict.fromkeys(parts))}
+    counts = [vector_of(exchange.part(facts, shape.parts, *part)) for part in place]
+    return ShapeCost(
+        kinds=np.stack(counts) if counts else np.zeros((0, NUM_FEATURES)),
+        kind=np.array([place[part] for part in parts], dtype=np.int64),
+        home=home,
+        keys=_keys(task, table, shape, exchange),
+    )
 
 
 @cache

@@ -9,20 +9,20 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError  # raised by `torch.load`; nothing is unpickled
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.published.autoshard import AutoShard
+from sbpflow.planner.published.dreamshard import DreamShard
 from sbpflow.planner.published.nets import Scaling
-from sbpflow.planner.published.setting import Setting
-from sbpflow.planner.search.problem import Assignment
+from sbpflow.planner.published.neuroshard import NeuroShard
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 
 _LOG = logging.getLogger(__name__)
@@ -33,20 +33,7 @@ _DAMAGED = (
 VERSION = 3  # increment if the same arguments would train a different planner
 
 
-class Learned(Protocol):
-    """A planner with networks: a dataclass of modules, a ``Scaling``, and numbers."""
-
-    @classmethod
-    def blank(cls, num_ranks: int) -> Self:
-        """Return an untrained planner with networks of the right sizes."""
-        ...
-
-    @staticmethod
-    def train(settings: Sequence[Setting], seed: int) -> "Learned":
-        """Return a planner trained on these tasks."""
-        ...
-
-    def plan(self, setting: Setting) -> Assignment: ...
+Learned = AutoShard | DreamShard | NeuroShard
 
 
 def path_of(name: str, like: TaskCost, seed: int) -> Path:
@@ -93,8 +80,6 @@ def _fill(model: Learned, state: dict[str, Any]) -> None:
 
 
 def _state(model: Learned) -> dict[str, Any]:
-    if not is_dataclass(model):
-        raise TypeError(f"{type(model).__name__} is not a dataclass")
     state: dict[str, Any] = {}
     for field in fields(model):
         value = getattr(model, field.name)

@@ -19,7 +19,6 @@ from sbpflow.planner.search.problem import (
     Assignment,
     Priced,
     Problem,
-    check_assignment,
     price_of,
 )
 from sbpflow.planner.search.seeds import (
@@ -70,8 +69,6 @@ def search(
     """
     insertions = insertions or default_insertions(problem)
     plans = dict(given or {})
-    for plan in plans.values():
-        check_assignment(problem, plan)
     inserter, weights = Inserter(problem), weights_of(problem)
     plans |= greedy(problem, weights, inserter)
     lower = bound(problem, _least_ms(problem, plans), branch=False)

@@ -227,30 +227,3 @@ class State:
 def price_of(problem: Problem, assignment: Sequence[Move]) -> Priced:
     """Return the price of a whole plan."""
     return State(problem, assignment).price()
-
-
-def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
-    """Raise PlanError if a table's option is invalid or its ranks are not distinct ranks of this
-    world.
-    """
-    if len(assignment) != problem.num_tables:
-        raise PlanError(
-            f"plan: got {len(assignment)} moves for {problem.num_tables} tables; use one move per "
-            "table"
-        )
-    for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
-        if not 0 <= move.option < len(options):
-            raise PlanError(
-                f"table {name}: option {move.option} of {len(options)}; use 0 to {len(options) - 1}"
-            )
-        option, ranks = options[move.option], set(move.ranks)
-        if len(move.ranks) != option.num_shards or len(ranks) != len(move.ranks):
-            raise PlanError(
-                f"table {name}: {option.shape} has {option.num_shards} shards, but they are on "
-                f"ranks {list(move.ranks)}; give each shard its own rank"
-            )
-        if outside := sorted(ranks - set(range(problem.num_ranks))):
-            raise PlanError(
-                f"table {name}: ranks {outside} are not in a world of {problem.num_ranks} ranks; "
-                f"use 0 to {problem.num_ranks - 1}"
-            )

@@ -84,15 +84,12 @@ def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) 
 
 
 def _write(path: AnyPath, tensors: Mapping[str, NewTensor]) -> dict[str, SavedTensor]:
-    file, written = PieceFile(path), dict[str, SavedTensor]()
-    try:
+    written: dict[str, SavedTensor] = {}
+    with PieceFile(path) as file:
         for name, new in tensors.items():
             whole = new.saved.whole
             writer = PieceWriter(file, whole, whole.num_elements * new.saved.dtype.itemsize)
             for values in new.portions():
                 writer.write(bytes_of(values))
             written[name] = replace(new.saved, pieces=(writer.done(),), patches=())
-        file.close()
-    finally:
-        file.close(sync=False)
     return written

@@ -118,16 +118,14 @@ class Snapshot:
 
     def write(self, path: AnyPath) -> list[tuple[str, Piece]]:
         """Write all parts into a new file, and call fsync on it."""
-        file, spill = PieceFile(path), SpillFile(path.parent)
+        spill = SpillFile(path.parent)
         try:
-            pieces = [pair for logged in self._logged for pair in self._write(file, logged, spill)]
-            pieces += [(part.name, write_part(file, part)) for part in self._rest]
-            file.close()
+            with PieceFile(path) as file:
+                logged = [pair for one in self._logged for pair in self._write(file, one, spill)]
+                return logged + [(part.name, write_part(file, part)) for part in self._rest]
         finally:
-            file.close(sync=False)
             spill.close()
             self._spilled_bytes = spill.num_bytes
-        return pieces
 
     def _write(self, file: PieceFile, logged: _Logged, spill: SpillFile) -> list[tuple[str, Piece]]:
         spans, rows = logged.spans, logged.range_rows

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ class PieceFile:
     """Creates a file of pieces. An OSError is raised as a CheckpointError that names the file.
 
     Pieces are not written in order, so a file for an object store is first written to an unnamed
-    file in TMPDIR, which ``close`` uploads.
+    file in TMPDIR, and then uploaded. The end of a ``with`` block without an error syncs the file
+    to disk or uploads it.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -91,20 +92,19 @@ class PieceFile:
                 start = max(0, offset - _STILL_CACHED_BYTES)
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
-    def close(self, *, sync: bool = True) -> None:
-        """Close the file. With ``sync``, first sync it to disk, or upload it to an object store."""
-        file, self._file = self._file, -1
-        if file < 0:
-            return
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
         try:
-            if sync:
+            if error is None:
                 with named(self.path):
                     if isinstance(self.path, RemotePath):
-                        self.path.upload(file)
+                        self.path.upload(self._file)
                     else:
-                        os.fsync(file)
+                        os.fsync(self._file)
         finally:
-            os.close(file)
+            os.close(self._file)
 
 
 class PieceWriter:
@@ -145,13 +145,8 @@ class PieceWriter:
 
 def write_parts(path: AnyPath, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
     """Write all parts into a new file, and call fsync on it."""
-    file = PieceFile(path)
-    try:
-        pieces = [(part.name, write_part(file, part)) for part in parts]
-        file.close()
-    finally:
-        file.close(sync=False)
-    return pieces
+    with PieceFile(path) as file:
+        return [(part.name, write_part(file, part)) for part in parts]
 
 
 def write_part(file: PieceFile, part: Part) -> Piece:

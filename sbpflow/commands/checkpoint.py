@@ -1,9 +1,11 @@
 """``sbpflow checkpoint``: list, verify, compare, rewrite, and remove checkpoints."""
 
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.files.remote_path import AnyPath, any_path
 from sbpflow.runtime.processes.launch import ArgumentParser
@@ -72,11 +74,18 @@ def _erase(path: AnyPath, field: str, file: Path) -> str:
     from sbpflow.checkpoint.folder import checked
     from sbpflow.data.values import keys_of_values
     from sbpflow.run.saved.keys import check_grows, erase
+    from sbpflow.runtime.files.json_file import JsonError, read_text
 
     checkpoint = checkpoints_of(path)[0]
     check_grows(checked(checkpoint), field)
     manifest = _manifest_of(checkpoint)
-    return erase(path, field, keys_of_values(manifest, field, file.read_text().splitlines()))
+    try:
+        text = read_text(file).removeprefix("\ufeff")  # some editors write a byte order mark
+    except JsonError as error:
+        raise ConfigError(f"--keys: {error}; use a text file with one value per line") from error
+    # `splitlines` would also divide values at characters such as U+2028.
+    values = [line.removesuffix("\n") for line in StringIO(text, newline=None)]
+    return erase(path, field, keys_of_values(manifest, field, values))
 
 
 def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:

@@ -1,6 +1,7 @@
 """``sbpflow embedding-server``: keep the rows of cached tables in memory for the ranks of a run."""
 
 import logging
+import math
 import os
 import re
 import socket
@@ -31,22 +32,24 @@ def embedding_server(argv: Sequence[str]) -> int:
         help="inherited socket to use; the server ends when stdin is closed",
     )
     args = parser.parse_intermixed_args(argv)
+    if args.memory_gb is not None and not 0 < args.memory_gb < math.inf:
+        raise ConfigError(
+            f"--memory-gb must be above 0 and finite, got {args.memory_gb}; for example, "
+            "--memory-gb 64"
+        )
     from sbpflow.config.load import load_config
     from sbpflow.config.storage_rules import named_servers
+    from sbpflow.embedding.cache.server import EmbeddingServer
+    from sbpflow.embedding.cache.server_protocol import read_secret
     from sbpflow.models.registry import MODELS
-    from sbpflow.run.execution.servers import make_server
     from sbpflow.runtime.compute.devices import memory_bytes
 
     config = load_config(args.config, args.overrides, models=MODELS)
     named = named_servers(config.parallel.storage)
     key, addresses, _ = named
     index = _index_of(args.index, len(addresses), key)
-    if args.memory_gb is not None and not args.memory_gb > 0:
-        raise ConfigError(
-            f"--memory-gb must be above 0, got {args.memory_gb}; for example, --memory-gb 64"
-        )
     limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
-    server = make_server(named, int(limit))
+    server = EmbeddingServer(read_secret(named.secret_file, named.key), int(limit))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
     if args.listener is None:
         listener = _listen(addresses[index], f"{key}.addresses")

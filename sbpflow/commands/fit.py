@@ -14,11 +14,12 @@ from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
 from sbpflow.data import load_manifest
 from sbpflow.run.report.events import Event, check_event, time_of
+from sbpflow.run.saved.resume import Start
 from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
 from sbpflow.runtime.files.run_folder import METRICS_FILE
 from sbpflow.runtime.processes.start_ranks import EXIT_INTERRUPT, start_ranks
 from sbpflow.runtime.ranks.rank_errors import error_of_ranks
-from sbpflow.training.loop import num_train_steps
+from sbpflow.training.loop import last_step
 from sbpflow.training.progress import Progress
 
 
@@ -47,22 +48,24 @@ def _progress(config: Config) -> Generator[None]:
     manifest = load_manifest(data_path(config), cache=config.data.cache)
     rows, size = manifest.splits["train"], config.data.batch_size
     steps = -(-rows // size) if config.data.tail == "keep" else rows // size
-    progress = Progress(
-        num_train_steps(config.train, steps), visible=True, bar=config.train.progress
-    )
-    began, ended, shown = datetime.now(UTC), threading.Event(), 0
+    num_steps = last_step(config.train, steps, Start())
+    began, ended = datetime.now(UTC), threading.Event()
 
     def follow() -> None:
-        nonlocal shown
-        is_over = False
+        progress, shown, is_over = None, 0, False
         while not is_over:
             is_over = ended.wait(0.5)
             event = _last_step(config.run.dir / METRICS_FILE, began)
             if event is not None and event["step"] > shown:
+                if progress is None:  # a resumed run does not begin at step 1
+                    shown, bar = event["step"] - 1, config.train.progress
+                    progress = Progress(num_steps, visible=True, bar=bar, first_step=shown)
                 for step in range(shown + 1, event["step"] + 1):
                     progress.advance(step)
                 shown = event["step"]
                 progress.interval(shown, event["loss"], event["samples_per_s"] or float("nan"), {})
+        if progress is not None:
+            progress.close()
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
     thread.start()
@@ -71,7 +74,6 @@ def _progress(config: Config) -> Generator[None]:
     finally:
         ended.set()
         thread.join()
-        progress.close()
 
 
 def _last_step(file: Path, since: datetime) -> Event | None:

@@ -5,6 +5,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def main() -> None:
 
         keep_freed_memory()
         config = load_config(folder / CONFIG_FILE, models=MODELS)
+        # The calling process shows the progress.
+        config = replace(config, train=replace(config.train, progress=False))
         train_config(config, joined=partial(setup_logging, level=logging.WARNING))
     except Exception as error:
         save_error(folder, rank, error)

@@ -286,8 +286,8 @@ def open_rows(
     from sbpflow.runtime.ranks.rendezvous import device_type_of, world_size_of_environment
 
     world_size = world_size_of_environment()
-    config, planned = saved_layouts(checkpoint, config, world_size)
     device_type = device_type_of(config.parallel.device)
+    config, planned = saved_layouts(checkpoint, config, world_size, device_type)
     few = world_size == 1 and scoring.is_small(config.data.batch_size)
     config = _for_few_rows(config) if few else config
 

@@ -104,6 +104,7 @@ def train_config(
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
     from sbpflow.run.saved import resume
+    from sbpflow.run.saved.checkpoints import lock_given_folder
     from sbpflow.run.saved.saved_model import saved_plan
     from sbpflow.runtime.ranks.rendezvous import device_type_of
     from sbpflow.training.trackers import check_trackers
@@ -134,6 +135,8 @@ def train_config(
         if joined is not None:
             joined(world.rank)
         opened.callback(lock_run_folder(config, boxing).close)
+        if (lock := lock_given_folder(config, boxing)) is not None:
+            opened.callback(lock.close)
         data = facts_of(manifest)
         decision = resume.decide(config, data, boxing)
         loaders = open_loaders(
@@ -154,7 +157,9 @@ def train_config(
         job = build_job(config, spec, plan, boxing)
         norms = any(name.endswith("running_mean") for name in job.model.buffers)
         check_rows(config, manifest.splits, batch_norm=norms)
-        run = resume.Resumed(decision, resume.load(decision, job, data, boxing), data)
+        start = resume.load(decision, job, data, boxing)
+        start = resume.at_cursor(start, decision, loaders["train"])
+        run = resume.Resumed(decision, start, data)
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
 
 
@@ -215,7 +220,7 @@ def _fit(
     from sbpflow.run.saved.checkpoints import Checkpoints
     from sbpflow.runtime.files.run_folder import TABLE_PLAN_FILE
     from sbpflow.training import health
-    from sbpflow.training.loop import fit, num_train_steps
+    from sbpflow.training.loop import fit, last_step
     from sbpflow.training.move_times import StepProfiler
     from sbpflow.training.report import Report
     from sbpflow.training.trackers import open_trackers
@@ -224,8 +229,7 @@ def _fit(
     with Report(
         config,
         rank=world.rank,
-        num_steps=run.start.steps_of_before
-        + num_train_steps(config.train, loaders["train"].num_steps),
+        num_steps=last_step(config.train, loaders["train"].num_steps, run.start),
         devices=health.device_names(boxing),
         sections={
             "plan": format_plan(job.plan, shards=False),
@@ -265,16 +269,7 @@ def _fit(
                 rows = config.data.batch_size * config.train.accumulate
                 ms = 1e3 * rows / result.samples_per_s
                 notes |= planned.finished(job.plan, ms, result.timed_steps, boxing)
-            report.final(
-                steps=result.steps,
-                samples_per_s=result.samples_per_s,
-                val=result.val,
-                test=result.test,
-                best_step=result.best_step,
-                last=(result.last_val, result.last_test),
-                notes={**result.notes, **notes},
-                peak_memory_bytes=health.peak_memory_bytes(boxing),
-            )
+            report.final(result, notes, health.peak_memory_bytes(boxing))
             checkpoints.finished()
 
 

@@ -129,8 +129,6 @@ def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and name of each custom table optimizer, even if the name is malformed."""
     groups = _mapping(tree.get("optimizer"))
     entries = _mapping(groups.get("tables"))
-    tables = groups.get("tables")
-    entries = cast("dict[str, Any]", tables) if isinstance(tables, dict) else {}
     given = {f"tables.{pattern}": entry for pattern, entry in entries.items()}
     for key, entry in {"sparse": groups.get("sparse"), **given}.items():
         name = _mapping(entry).get("name")

@@ -144,11 +144,6 @@ class ScheduleConfig:
     ] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.end_factor <= 1.0:
-            raise ConfigError(
-                f"{self.key}.end_factor must be between 0 and 1, got {self.end_factor}; for "
-                "example, end_factor: 0.1"
-            )
         decay = {"decay_start": 0, "power": 1.0, "end_factor": 0.0, "shape": "polynomial"}
         for key, default in decay.items():
             if self.decay_steps is None and getattr(self, key) != default:

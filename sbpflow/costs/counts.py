@@ -6,10 +6,8 @@ adds up the counts of all tables. Work that several tables share (for a group, a
 transfer) has a ``Key``, and a rank counts each distinct key once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,43 +163,9 @@ class Facts:
         return {"square_bytes": sent if self.shares_state else 0.0}
 
 
-class Counted(Protocol):
-    """The part of an exchange's interface that cost estimates use.
-
-    If ``copies`` or ``even`` is true, ``home`` counts all work of a rank, and ``part`` is not
-    called.
-    """
-
-    copies: ClassVar[bool]
-    even: ClassVar[bool]
-
-    def home(self, facts: Facts, cut: Cut) -> Counts: ...
-    def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts: ...
-
-
 def vector_of(counts: Counts) -> Floats:
     """Return the counts of all ``FEATURES`` as an array [F]; missing counts are 0."""
     values = np.zeros(NUM_FEATURES)
     for name, value in counts.items():
         values[INDEX[name]] = value
     return values
-
-
-def work_of(
-    exchange: Counted, facts: Facts, rows: Sequence[int], widths: Sequence[int]
-) -> tuple[Floats, Ints, Floats]:
-    """Return the counts of a table that is divided into parts of ``rows`` rows times parts of
-    ``widths`` columns, as (``kinds``, ``kind``, ``home``).
-
-    ``kinds`` [K, F] contains the counts of the K distinct sizes of parts. Part s, in row-major
-    order, has the counts ``kinds[kind[s]]``. ``home`` [F] applies to every rank.
-    """
-    cut = len(rows), len(widths)
-    home = vector_of(exchange.home(facts, cut))
-    if exchange.copies or exchange.even:
-        return np.zeros((0, NUM_FEATURES)), np.zeros(0, dtype=np.int64), home
-    sizes = list(product(dict.fromkeys(rows), dict.fromkeys(widths)))
-    kinds = [vector_of(exchange.part(facts, cut, row, width)) for row, width in sizes]
-    number = {size: place for place, size in enumerate(sizes)}
-    kind = np.array([number[row, width] for row in rows for width in widths], dtype=np.int64)
-    return np.stack(kinds), kind, home

@@ -82,7 +82,7 @@ class EmbeddingCollection:
         if plan.vocabularies:
             check_numba(plan.vocabularies[0].name)
             growing = import_module("sbpflow.embedding.growing")  # needs numba
-            self.growing = growing.Growing(plan, boxing, seed)
+            self.growing = growing.Growing(plan, boxing)
         context = GroupContext(
             StoreMaker(plan, self.kernels, seed, world, self.growing, stores),
             {column: n for n, column in enumerate(plan.needed[world.rank])},

@@ -24,13 +24,13 @@ from sbpflow.runtime.compute.devices import upload
 class Growing(KeyExchange):
     """The growing fields of a plan on one rank, with the rows that this rank stores."""
 
-    def __init__(self, plan: EmbeddingPlan, boxing: Boxing, seed: int) -> None:
+    def __init__(self, plan: EmbeddingPlan, boxing: Boxing) -> None:
         stacks = [stack for group in plan.groups for stack in group.stacks if stack.grows]
         shards = [shard for stack in stacks for shard in stack.shards(boxing.world.rank)]
         super().__init__(plan, boxing, shards)
-        self._seed = seed
         self._num_read = 0  # number of batches looked up since the last update
-        self._initializers: dict[int, RowInitializer] = {}  # by the id of the store
+        # The initial values of each stack, by its first table; ``StoreMaker`` adds them.
+        self.initial: dict[str, RowInitializer] = {}
         by_table = {name: field.live for field in self.fields for name in field.plan.tables}
         self.live = {name: live for name, live in by_table.items() if live is not None}
 
@@ -44,18 +44,10 @@ class Growing(KeyExchange):
         until the step ends.
         """
         self._num_read += 1
-        new = {
-            name: field.live.apply(change)
-            for field, change in zip(self.fields, changes, strict=True)
-            for name in field.plan.tables[:1]
-            if field.live is not None
-        }
-        by_table = {
-            name: new[field.plan.tables[0]]
-            for field in self.fields
-            for name in field.plan.tables
-            if field.live is not None
-        }
+        by_table: dict[str, tuple[Tensor, Tensor]] = {}
+        for field, change in zip(self.fields, changes, strict=True):
+            if field.live is not None:
+                by_table |= dict.fromkeys(field.plan.tables, field.live.apply(change))
         for stack, store in stores:
             if stack.grows:
                 self._write(stack, store, by_table)
@@ -81,19 +73,7 @@ class Growing(KeyExchange):
             # The values are computed on the device, because new rows would be a large copy.
             joined = upload(joined, device)
         keys = upload(torch.cat(addresses), joined.device)
-        store.write(joined, self._initializer(stack, store)(joined, keys))
-
-    def _initializer(self, stack: TableBatch, store: RowStore) -> RowInitializer:
-        if id(store) not in self._initializers:
-            self._initializers[id(store)] = RowInitializer(
-                stack.shards(self._world.rank),
-                seed=self._seed,
-                optimizer=stack.optimizer,
-                width=store.width,
-                dtype=self._plan.dtype,
-                row_dtype=self._plan.row_dtype,
-            )
-        return self._initializers[id(store)]
+        store.write(joined, self.initial[stack.tables[0].name](joined, keys))
 
     def erase(self, name: str, keys: Tensor) -> int:
         """Remove ``keys`` (int64 [n]) from a field, as if they had never occurred.

@@ -17,7 +17,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, shards_of
-from sbpflow.embedding.storage.live_rows import KeyColumn, LiveRows, TrainedRows
+from sbpflow.embedding.storage.live_rows import KeyColumn, TrainedRows
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 
@@ -256,11 +256,7 @@ def _trained_rows(
             by_store.setdefault(id(one.store), []).append(one)
     result: dict[int, TrainedRows] = {}
     for number, members in by_store.items():
-        live: list[LiveRows] = []
-        for one in members:
-            rows = by_table[one.shard.table.name].live
-            if rows is not None:
-                live.append(rows)
+        live = [rows for one in members if (rows := by_table[one.shard.table.name].live)]
         store = members[0].store
         if not isinstance(store, SelectedRows):
             result[number] = TrainedRows.now(store, [one.shard for one in members], live)

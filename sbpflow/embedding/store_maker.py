@@ -60,6 +60,16 @@ class StoreMaker:
                 slots=slots,
             )
 
+        initial = RowInitializer(
+            shards,
+            seed=self.seed,
+            optimizer=stack.optimizer,
+            width=width,
+            dtype=plan.dtype,
+            row_dtype=plan.row_dtype,
+        )
+        if stack.grows and self.growing is not None:
+            self.growing.initial[table.name] = initial
         store = self.factory(
             StoreRequest(
                 shards=shards,
@@ -67,14 +77,7 @@ class StoreMaker:
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
-                initial=RowInitializer(
-                    shards,
-                    seed=self.seed,
-                    optimizer=stack.optimizer,
-                    width=width,
-                    dtype=plan.dtype,
-                    row_dtype=plan.row_dtype,
-                ),
+                initial=initial,
             )
         )
         is_copied = group.kind.copies and self.world.size > 1

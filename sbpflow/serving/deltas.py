@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +170,12 @@ class DeltaWriter:
         """Complete and publish the delta; return its digest."""
         with self._file:  # closing the file checks that every value was written
             pass
-        path, head = self._work / VALUES_FILE, self._head
+        path = self._work / VALUES_FILE
         with path.open("rb") as file:
             os.fsync(file.fileno())
             values = hashlib.file_digest(file, "sha256").hexdigest()
         content = {
-            "number": head.number,
-            "base": head.base,
-            "previous": head.previous,
-            "run": head.run,
-            "step": head.step,
-            "time": head.time,
-            "checkpoint": head.checkpoint,
+            **asdict(self._head),
             "values": {"bytes": path.stat().st_size, "sha256": values},
             **self._counts,
         }

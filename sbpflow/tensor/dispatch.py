@@ -15,7 +15,7 @@ from torch import Tensor
 from sbpflow.errors import SbpError
 from sbpflow.sbp.sbp import NdSbp, parse_nd_sbp
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.signature import Choice, Operand, Rule, deduce, make_rule
+from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
 Out = NdSbp | str | None
 
@@ -91,18 +91,6 @@ def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     # A concatenation of many tensors may need more names than there are letters.
     free += [f"d{number}" for number in range(len(free), count)]
     return tuple(free[:count])
-
-
-@lru_cache(maxsize=4096)
-def cached_rule(
-    op: str,
-    inputs: tuple[tuple[str, ...], ...],
-    output: tuple[str, ...],
-    signatures: str,
-    scales: tuple[tuple[str, int, int], ...] = (),
-) -> Rule:
-    """Like ``make_rule``, but cached."""
-    return make_rule(op, inputs, output, signatures, scales)
 
 
 def check_tensors(op: str, *operands: object) -> None:

@@ -68,9 +68,10 @@ class Choice:
     total_bytes: int
 
 
+@lru_cache(maxsize=4096)
 def make_rule(
     op: str,
-    inputs: Sequence[Dims],
+    inputs: tuple[Dims, ...],
     output: Dims,
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
@@ -78,7 +79,7 @@ def make_rule(
     """Parse signatures such as "m,B->m; B,n->n; k,k->P", and append the all-B signature."""
     listed = [_signature(text) for text in signatures.split(";") if text.strip()]
     everywhere_b = Signature(("B",) * len(inputs), "B")
-    return Rule(op, tuple(inputs), output, (*listed, everywhere_b), scales)
+    return Rule(op, inputs, output, (*listed, everywhere_b), scales)
 
 
 def _signature(text: str) -> Signature:

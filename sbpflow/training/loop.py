@@ -3,6 +3,7 @@ compute with tensors.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -146,12 +147,30 @@ class Pace:
         return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
 
 
-def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the number of steps of a run. The last step of an epoch may have fewer than
-    ``accumulate`` batches.
+class Position(Protocol):
+    """The position at which a run starts; ``training/saving.py`` documents the properties."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def left(self) -> int | None: ...
+    @property
+    def steps_of_before(self) -> int: ...
+
+
+def last_step(train: TrainConfig, batches_per_epoch: int, start: Position) -> int:
+    """Return the number of a run's last step.
+
+    The last step of an epoch may have fewer than ``accumulate`` batches. The steps before ``start``
+    may have had another batch size.
     """
-    total = train.epochs * -(-steps_per_epoch // train.accumulate)
-    return total if train.max_steps is None else min(total, train.max_steps)
+    left = batches_per_epoch if start.left is None else start.left
+    batches = [left, *[batches_per_epoch] * (train.epochs - start.epoch - 1)]
+    steps = sum(-(-number // train.accumulate) for number in batches if start.epoch < train.epochs)
+    most = math.inf if train.max_steps is None else start.steps_of_before + train.max_steps
+    return int(min(start.step + steps, most))
 
 
 def is_logged(step: int, log_every: int) -> bool:
@@ -200,7 +219,7 @@ def fit(
     watchers.load(checkpoints.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
-    last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
+    last = last_step(train, loaders["train"].num_steps, checkpoints)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
     step, pace, times = checkpoints.step, Pace(boxing.world), MoveTimes()

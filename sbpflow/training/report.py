@@ -32,6 +32,7 @@ from sbpflow.runtime.files.run_folder import (
     set_aside,
 )
 from sbpflow.training.learning_rate import rate_factor
+from sbpflow.training.loop import Result
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.rank_watch import RankTimes
@@ -250,35 +251,26 @@ class Report:
 
     def final(
         self,
-        *,
-        steps: int,
-        samples_per_s: float,
-        val: Evaluation | None,
-        test: Evaluation | None,
-        best_step: int | None = None,
-        last: tuple[Evaluation | None, Evaluation | None] = (None, None),
+        result: Result,
         notes: Mapping[str, str] | None = None,
         peak_memory_bytes: Sequence[int] = (),
     ) -> None:
-        """Write the ``final`` event and log the end summary, with ``notes`` by title.
-
-        * ``best_step``: the step whose weights have the scores ``val`` and ``test``, if the run
-          keeps its best weights; ``last`` is (val, test) of the last step if another step is the
-          best.
-        * ``peak_memory_bytes``: one value per rank.
+        """Write the ``final`` event, with the peak memory of each rank, and log the end summary,
+        with ``notes`` by title.
         """
+        test = result.test
         values: dict[str, Value] = {
-            "val_auc": val.auc if val else None,
+            "val_auc": result.val.auc if result.val else None,
             "auc": test.auc if test else None,
             "logloss": test.logloss if test else None,
-            "samples_per_s": samples_per_s,
-            "steps": steps,
+            "samples_per_s": result.samples_per_s,
+            "steps": result.steps,
         }
         if test:
             values |= {k: v for k, v in figures_of(test).items() if k not in values}
-        if best_step is not None:
-            values["best_step"] = best_step
-        for name, evaluation in zip(("last_val", "last"), last, strict=True):
+        if result.best_step is not None:
+            values["best_step"] = result.best_step
+        for name, evaluation in (("last_val", result.last_val), ("last", result.last_test)):
             if evaluation is not None:
                 values |= {f"{name}_{m}": getattr(evaluation, m) for m in ("auc", "logloss")}
         if self._best is not None:
@@ -286,10 +278,10 @@ class Report:
         self._progress.close()
         if peak_memory_bytes:
             values["peak_memory_bytes"] = list(peak_memory_bytes)
-        self._write("final", steps, values)
+        self._write("final", result.steps, values)
         files = [self._folder / name for name in (METRICS_FILE, BOARD_FOLDER, PLAN_FILE)]
         written = [str(path) for path in files if path.exists()]
-        logger.info("%s", _end_summary(values, written, notes or {}))
+        logger.info("%s", _end_summary(values, written, {**result.notes, **(notes or {})}))
 
     def _write(
         self, event: Event, step: int, values: Mapping[str, Value], name: str | None = None

@@ -21,6 +21,11 @@ class Checkpoints(Protocol):
         ...
 
     @property
+    def left(self) -> int | None:
+        """Return the number of batches that are left in ``epoch``, or ``None`` for all."""
+        ...
+
+    @property
     def steps_of_before(self) -> int:
         """Return the number of steps trained on earlier data sets, which ``epoch`` does not
         count.
@@ -77,6 +82,7 @@ class NoCheckpoints:
     """Starts every run at its first step and never saves."""
 
     step = epoch = steps_of_before = 0
+    left = None
     stops = False
     loop: Mapping[str, Any] = {}
     best_metric: Metric | None = None

@@ -422,7 +422,7 @@ def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
         CONFIG,
         data=str(tmp_path / "clicks.csv"),
         schema=tmp_path / "schema.yaml",
-        prepare={"min_count": 1},
+        prepare={"min_count": 1, "keep_strings": False, "hash_size": None},
         run={"dir": tmp_path / "there"},
     )
     assert events(here.dir) == events(there.dir)

@@ -375,6 +375,7 @@ def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
         (["--rows", "10", "--skew", "C1=x"], "such as C1=3"),
         (["--rows", "10", "--vocab-scale", "2"], "between 1e-06 and 1"),
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
+        (["--rows", "10", "--format", "tsv", "--hot", "C1=0-1"], "--format prepared"),
     ],
 )
 def test_a_user_mistake_gives_one_readable_message(tmp_path, capsys, arguments, message):

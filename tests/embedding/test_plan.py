@@ -1,13 +1,10 @@
 """Tests plans, addresses, initial values, and kernel choice without any ranks."""
 
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -16,11 +13,8 @@ from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
-    Shard,
     TableConfig,
     TableLayout,
-    check_cover,
-    shards_of,
 )
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, choose_kernels
@@ -29,7 +23,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial, Split
+from sbpflow.sbp.sbp import Split
 from tests.embedding.cases import Case, Spec
 
 CPU = torch.device("cpu")
@@ -157,49 +151,6 @@ def test_initial_values_are_uniform_and_uncorrelated():
     counts, _ = np.histogram(values.numpy(), bins=32, range=(-1, 1))
     expected = values.numel() / 32
     assert ((counts - expected) ** 2 / expected).sum() < 70
-
-
-def test_cover_rejects_holes_overlaps_and_partial():
-    table = TableConfig(name="t", features=("t",), num_rows=10, dim=4)
-    layout = Layout(Placement.line("cpu", 2), (Split(0),))
-    shards = shards_of(table, layout)
-    check_cover(table, layout, shards)
-    with pytest.raises(ConfigError, match="have 20 elements"):
-        check_cover(table, layout, shards[:1])
-    shifted = Shard(table=table, rank=1, row_start=4, row_stop=9, col_start=0, col_stop=4)
-    with pytest.raises(ConfigError, match="overlap"):
-        check_cover(table, layout, (shards[0], shifted))
-    partial = Layout(Placement.line("cpu", 2), (Partial(),))
-    with pytest.raises(ConfigError, match="partial sums; use S or B"):
-        check_cover(table, partial, ())
-    copies = Layout(Placement.line("cpu", 2), (Broadcast(),))
-    check_cover(table, copies, shards_of(table, copies))
-
-
-_EDGES = st.lists(st.integers(0, 6), min_size=2, max_size=2, unique=True).map(sorted)
-
-
-@given(st.lists(st.tuples(_EDGES, _EDGES), min_size=1, max_size=6))
-def test_overlap_is_found_if_and_only_if_shards_share_an_element(extents):
-    """The shards have as many elements as the table, so only an overlap can be wrong."""
-    elements = [
-        {(row, col) for row in range(*rows) for col in range(*cols)} for rows, cols in extents
-    ]
-    shared = any(
-        one & other and one != other
-        for one, other in combinations(elements, 2)  # equal shards are replicas
-    )
-    table = TableConfig(name="t", features=("t",), num_rows=sum(map(len, elements)), dim=1)
-    layout = Layout(Placement.line("cpu", 1), (Split(0),))
-    shards = tuple(
-        Shard(table=table, rank=0, row_start=r0, row_stop=r1, col_start=c0, col_stop=c1)
-        for (r0, r1), (c0, c1) in extents
-    )
-    if shared:
-        with pytest.raises(ConfigError, match="overlap"):
-            check_cover(table, layout, shards)
-    else:
-        check_cover(table, layout, shards)
 
 
 FACTS = {

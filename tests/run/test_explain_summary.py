@@ -88,6 +88,17 @@ def test_suggestions_show_the_cost_of_the_changed_settings():
     assert "sent" not in " ".join(what_helps(config, CRITEO, alone, device_type="cpu"))
 
 
+def test_a_plan_is_shown_even_if_no_other_scheme_fits(tmp_path):
+    config = make_config("2", "adagrad", batch_size=4096)
+    file = tmp_path / "hosts.yaml"
+    file.write_text("hosts: 1\nranks_per_host: 4\nmemory_gb: 0.000001\n")
+    config = replace(config, parallel=replace(config.parallel, topology=file))
+    _, plan = plan_run(config, CRITEO, world_size=4, device_type="cpu")
+    helps = what_helps(config, CRITEO, plan, device_type="cpu")
+    assert helps
+    assert "scheme=auto:" not in " ".join(helps)
+
+
 def test_the_command_prints_shards_and_transfers_if_asked(tmp_path, capsys):
     words = ["synth", "--rows", "2000", "--vocab-scale", "0.0005", "--output", str(tmp_path / "s")]
     assert data_main(words) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sbpflow.commands.embedding_server import embedding_server
 from sbpflow.config.parse import build
 from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.embedding.cache.store import CachedStore
@@ -63,6 +64,12 @@ def test_impossible_rules_are_rejected(rule, message):
         config_with({"deep.*": rule})
 
 
+def test_a_server_needs_a_finite_amount_of_memory():
+    for value in ("0", "inf", "nan"):
+        with pytest.raises(ConfigError, match="--memory-gb must be above 0 and finite, got"):
+            embedding_server(["--index", "1/1", "--memory-gb", value])
+
+
 def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
     key = r"parallel\.storage\.deep\.\*"
     with pytest.raises(ConfigError, match=rf"{key}\.kind: host is not .* cpu, .* use kind: file"):
@@ -102,6 +109,14 @@ def test_the_last_pattern_wins_and_each_storage_has_its_own_stacks():
     assert storages["deep.C2"] is storages["wide.C1xC2"] is None
     assert storages["deep.C3"].share == 1.0
     assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_a_pattern_that_later_patterns_replace_has_no_effect():
+    plan = plan_of({"deep.C1": {**FILE, "cache": "1 MB"}, "deep.*": FILE})
+    for group in plan.embeddings.groups:
+        for table in group.tables:
+            if table.name.startswith("deep."):
+                assert table.storage.share == 0.2
 
 
 def built(world, storage, scratch):

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.serving_load import load as send_load
 from benchmarks.serving_load import request
 from benchmarks.serving_tools import Chain, Server, name_of, serving
-from sbpflow.commands.serve import folders_of
+from sbpflow.commands.serve import folders_of, serve
 from sbpflow.errors import ConfigError
 from sbpflow.serving.bodies import ARROW, JSON, TEXT
 from sbpflow.serving.scorer import Model, load
@@ -433,6 +433,21 @@ def test_a_damaged_bundle_is_refused_at_the_start(exported, tmp_path):
 def test_names_of_models_are_checked(models, words):
     with pytest.raises(ConfigError, match=words):
         folders_of(models)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--workers", "0", "--workers must be between 1 and 1,000,000,000, got 0"),
+        ("--poll-seconds", "inf", "must be between 0.001 and 1,000,000,000, got inf"),
+        ("--poll-seconds", "nan", "must be between 0.001 and 1,000,000,000, got nan"),
+        ("--grace-seconds", "-5", "--grace-seconds must be between 0 and 1,000,000,000, got -5"),
+        ("--port", "70000", "--port must be between 0 and 65535"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(option, value, words):
+    with pytest.raises(ConfigError, match=words):
+        serve(["bundle", option, value])
 
 
 def test_a_folder_without_a_name_is_named_after_itself(tmp_path):

@@ -261,8 +261,14 @@ def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
     assert start(run, run / "second", tmp_path / "later", f"checkpoint.resume={newest}") == 0
     with pytest.raises(ConfigError, match=r"--field C1 does not grow .*; use C3 or C7"):
         checkpoint([*words[:3], "C1", *words[4:]])
-    (tmp_path / "keys.txt").write_text("68fd1e64\n\n4-5\n")
+    (tmp_path / "keys.txt").write_bytes(b"\xef\xbb\xbf68fd1e64\r\n\n4-5\n")
     with pytest.raises(ConfigError, match="field C3, line 3: '4-5' is not a value of kind hex"):
+        checkpoint(words)
+    (tmp_path / "keys.txt").write_text("68fd1e64\u20284c\n", "utf-8")  # one value, not two
+    with pytest.raises(ConfigError, match=r"field C3, line 1: .* is not a value of kind hex"):
+        checkpoint(words)
+    (tmp_path / "keys.txt").write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match=r"^--keys: .*keys.txt: not UTF-8 text"):
         checkpoint(words)
     # This mistake is found before any values are read.
     with pytest.raises(ConfigError, match="--field C99 does not grow"):

@@ -20,6 +20,7 @@ from sbpflow.config.load import load_config
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.runtime.files.run_folder import RunLock
+from sbpflow.training.loop import Result
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.report import MetricsWriter, Report, setup_logging
@@ -54,7 +55,11 @@ def run_report(config, rank=0, test=None):
             report.advance(step, 0.5)
         report.step(4, 0.5, 1000.0, {"data_ms": 1.5})
         report.evaluation("val", 4, Evaluation(50, 0.5, 0.7))
-        report.final(steps=4, samples_per_s=900.0, val=Evaluation(50, 0.5, 0.7), test=test)
+        val = Evaluation(50, 0.5, 0.7)
+        result = Result(
+            steps=4, samples_per_s=900.0, timed_steps=3, loss=0.5, val=val, test=test, overlap=""
+        )
+        report.final(result)
 
 
 def test_metrics_file_holds_the_documented_events(config):

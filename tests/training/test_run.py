@@ -26,6 +26,7 @@ from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.models.layered import LayeredPart
 from sbpflow.run.planning.explain import describe
+from sbpflow.run.saved.resume import Start
 from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.runtime.ranks.world import World
 from sbpflow.tensor import ops
@@ -377,7 +378,25 @@ def test_an_epoch_ends_with_a_step_of_fewer_batches():
     steps = loop._read_steps(Letters(), range(3), 2)  # type: ignore[arg-type]
     want = [(0, ["a", "b"]), (0, ["c", "d"]), (0, ["e"]), (2, ["f", "g"])]
     assert [(step.epoch, step.batches) for step in steps] == want
-    assert loop.num_train_steps(TrainConfig(epochs=3, accumulate=2), 5) == 9
+    assert loop.last_step(TrainConfig(epochs=3, accumulate=2), 5, Start()) == 9
+
+
+@pytest.mark.parametrize(
+    ("start", "most", "last"),
+    [
+        (Start(step=3, epoch=1, left=5), None, 9),
+        (Start(step=5, epoch=1, left=1), None, 9),
+        (Start(step=9, epoch=2, left=0), None, 9),
+        (Start(step=50, epoch=1, left=5), None, 56),  # an earlier run with smaller batches
+        (Start(step=50, epoch=3), None, 50),
+        (Start(step=9, steps_of_before=9), None, 18),  # another set
+        (Start(step=9, steps_of_before=9), 4, 13),
+        (Start(step=3, epoch=1, left=5), 4, 4),
+    ],
+)
+def test_the_last_step_follows_from_the_batches_that_are_left(start, most, last):
+    train = TrainConfig(epochs=3, accumulate=2, max_steps=most)
+    assert loop.last_step(train, 5, start) == last
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 16])

@@ -29,8 +29,7 @@ from sbpflow.runtime.compute.devices import upload
 from sbpflow.runtime.ranks.host_threads import host_threads
 
 KEYS = "keys"
-_NO_COUNTS = np.empty(0, np.int64)
-_NO_ROWS = np.empty(0, np.int64)
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class KeyExchange:
         if self._world.size > 1:
             all_rows = self._ask(all_keys, batch, changes)
         else:
-            all_rows = self._decide(all_keys, [_NO_COUNTS] * len(all_keys), batch, changes)
+            all_rows = self._decide(all_keys, [_NONE] * len(all_keys), batch, changes)
         if batch.training and not all(field.plan.is_local for field in self.fields):
             changes = self._gather_changes(changes, batch.batch_size)
         lists = self._replaced(columns, lists, all_rows)
@@ -273,9 +272,9 @@ class KeyExchange:
 
 
 def _decide(batch: _Batch, field: FieldKeys, keys: Array, counts: Array) -> tuple[Array, Changes]:
-    nothing = Changes(_NO_ROWS, _NO_ROWS, _NO_ROWS)
+    nothing = Changes(_NONE, _NONE, _NONE)
     if field.part is None:
-        return _NO_ROWS, nothing
+        return _NONE, nothing
     if not batch.training:
         return field.part.peek(keys), nothing
     return field.part.announce(

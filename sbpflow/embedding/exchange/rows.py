@@ -98,17 +98,27 @@ class RowGroup(Group[RowsInFlight]):
             self.capacity = Capacity(share, plan)
 
     @property
-    @abstractmethod
     def part_ranks(self) -> Sequence[int]:
         """Return the owner of each part of the address space, in the order of the parts."""
+        return range(self.world.size)
 
-    @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
         """Start sending each rank the number of rows that this rank requests from it."""
+        self.send_counts(batch, batch.wanted, self._lasts)
 
-    @abstractmethod
+    def send_counts(self, batch: RowsInFlight, lookup: Lookup, lasts: Tensor) -> None:
+        """Start sending each rank the number of unique rows in its part of the address space; the
+        parts end with the addresses ``lasts``.
+        """
+        ends = lookup.unique_up_to(lasts)
+        batch.request_counts = ends.diff(prepend=ends.new_zeros(1))
+        step = self.step(batch, "counts")
+        batch.pending = self._ids.start_counts(step, batch.request_counts)
+
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         """Start sending the buffers that ``BufferLayout.lay_out`` returned."""
+        sizes = [buffers.shape[1]] * self.world.size
+        return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
@@ -275,7 +285,8 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
         # The range of columns that each rank stores; ranges need not be in rank order.
-        self._columns = self._stack.columns_by_rank()
+        shards = [self._stack.shards(rank)[0] for rank in plan.world.ranks]
+        self._columns = [slice(shard.col_start, shard.col_stop) for shard in shards]
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def lookup(self, batch: RowsInFlight) -> None:

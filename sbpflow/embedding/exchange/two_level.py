@@ -8,7 +8,7 @@ following moves. The hop within the host is short, so ranks simply wait until it
 
 from torch import Tensor
 
-from sbpflow.boxing.executor import Boxing, Pending
+from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import received
 from sbpflow.embedding.exchange.base import GroupContext
 from sbpflow.embedding.exchange.rows import Merged, RowGroup, RowsInFlight
@@ -36,20 +36,14 @@ class TwoLevelGroup(RowGroup):
         return tuple(rank for ranks in self._positions for rank in ranks)
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        self._send_counts(batch, batch.wanted, self._last_of_positions)
+        self.send_counts(batch, batch.wanted, self._last_of_positions)
 
     def next_round(self, batch: RowsInFlight) -> None:
         step = self.step(batch, "ids", HOST)
         ids = received(step, batch.take_pending(), sum(batch.incoming))
         lookup = self._deduplicated(Lookup(ids))
         batch.merged = Merged(lookup)
-        self._send_counts(batch, lookup, self._last_of_hosts)
-
-    def _send_counts(self, batch: RowsInFlight, lookup: Lookup, lasts: Tensor) -> None:
-        ends = lookup.unique_up_to(lasts)
-        batch.request_counts = ends.diff(prepend=ends.new_zeros(1))
-        step = self.step(batch, "counts")
-        batch.pending = self._ids.start_counts(step, batch.request_counts)
+        self.send_counts(batch, lookup, self._last_of_hosts)
 
     def exchange_ids(self, batch: RowsInFlight) -> None:
         size = len(batch.counts) // 2
@@ -68,11 +62,6 @@ class TwoLevelGroup(RowGroup):
         batch.wanted.num_unique = sum(batch.requested)
         step, ids = self.step(batch, "ids"), batch.wanted.rows()
         batch.pending = self._ids.start(step, ids, batch.requested, batch.incoming)
-
-    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        raise NotImplementedError(
-            f"{self.plan.name}: this exchange does not use buffers of fixed size"
-        )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
         incoming = _merged(batch).incoming

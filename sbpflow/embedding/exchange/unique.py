@@ -4,7 +4,6 @@ some gradients late.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
@@ -35,21 +34,6 @@ class UniqueGroup(RowGroup):
         # Training batches with pending updates, by batch number.
         self._to_update: dict[int, RowsInFlight] = {}
         self._late: RowsInFlight | None = None  # batch whose late gradients are not yet applied
-
-    @property
-    def part_ranks(self) -> Sequence[int]:
-        return range(self.world.size)
-
-    def begin_counted(self, batch: RowsInFlight) -> None:
-        batch.request_counts = batch.wanted.unique_up_to(self._lasts).diff(
-            prepend=self._lasts.new_zeros(1, dtype=torch.int64)
-        )
-        step = self.step(batch, "counts")
-        batch.pending = self._ids.start_counts(step, batch.request_counts)
-
-    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        sizes = [buffers.shape[1]] * self.world.size
-        return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
     def send_ids(self, batch: RowsInFlight) -> None:
         batch.wanted.num_unique = sum(batch.requested)

@@ -22,8 +22,6 @@ from sbpflow.embedding.plan.tables import (
     OutputConfig,
     TableConfig,
     TableLayout,
-    check_cover,
-    shards_of,
 )
 from sbpflow.embedding.plan.vocabularies import (
     VocabularyPlan,
@@ -223,8 +221,8 @@ def plan_embeddings(
     or nccl.
 
     Raise ConfigError if an argument is invalid, the layout or a feature of a table is missing,
-    shards do not tile a table, an exchange does not support a layout, a name occurs twice, or
-    ``out_of_range`` would replace ids of a feature whose tables differ in ``num_ids``.
+    an exchange does not support a layout, a name occurs twice, or ``out_of_range`` would replace
+    ids of a feature whose tables differ in ``num_ids``.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
@@ -242,8 +240,6 @@ def plan_embeddings(
                 f"table {table.name}: comm_dtype must be {dtype}, torch.float16, or "
                 f"torch.bfloat16 for {dtype} tables, got {comm_dtype!r}"
             )
-        layout = layouts[table.name].layout
-        check_cover(table, layout, shards_of(table, layout))
         check_exchange(table, layouts[table.name], world)
     if out_of_range != "error":
         _check_substitutes(tables, features, out_of_range)

@@ -372,14 +372,10 @@ class GroupPlan:
     def _stages(self) -> dict[int, tuple[Stage, ...]]:
         return {}
 
-    def steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
-        """Return the steps of all stages with these purposes."""
-        stages = self.stages(batch_size)
-        return tuple(s for stage in stages if stage.purpose in purposes for s in stage.steps)
-
     def conversion(self, batch_size: int, purpose: Purpose) -> tuple[BoxingStep, ...]:
         """Return the steps for ``purpose``, whose sizes follow from the batch size."""
-        return tuple(s for s in self.steps(batch_size, purpose) if isinstance(s, BoxingStep))
+        stages = [stage for stage in self.stages(batch_size) if stage.purpose == purpose]
+        return tuple(s for stage in stages for s in stage.steps if isinstance(s, BoxingStep))
 
     def last_ids(self, batch_size: int) -> ExchangeStep | None:
         """Return the last transfer of row ids, which ends at the ranks that store the rows, or

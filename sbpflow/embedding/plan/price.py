@@ -87,7 +87,7 @@ def plan_totals(
                     slot_share=1.0 if table.storage is None else table.storage.share,
                     shares_state=stack.optimizer.shares_row_state,
                 )
-                _add_table(totals, rank_index, group.kind, layout, stack.held(table), facts)
+                _add_table(totals, rank_index, group.kind, layout, stack.held[table.name], facts)
         for name in group.kind.calls:
             totals[:, INDEX[name]] += 1.0
         totals[:, INDEX["num_stacks"]] += len(group.stacks)

@@ -74,14 +74,11 @@ class TableBatch:
                     shards.append(shard)
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
-    def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """For each rank that stores part of a table, return the numbers of rows and columns in that
-        part.
-        """
-        return self._held.get(table.name, {})
-
     @cached_property
-    def _held(self) -> dict[str, dict[int, tuple[int, int]]]:
+    def held(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
+        """For each table and each rank that stores part of it, return the numbers of rows and
+        columns in that part.
+        """
         held: dict[str, dict[int, tuple[int, int]]] = {}
         for rank, shards in self.shards_by_rank.items():
             for shard in shards:
@@ -100,12 +97,6 @@ class TableBatch:
             if slices is not None:
                 return slices[1].stop - slices[1].start
         return 0
-
-    def columns_by_rank(self) -> list[slice]:
-        """Return the columns that each rank stores. Every rank must store some columns."""
-        table, layout = self.tables[0], self.layouts[0]
-        shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
-        return [slice(s.col_start, s.col_stop) for s in shards if s is not None]
 
     def uses_on(self, rank: int) -> tuple[FeatureLookup, ...]:
         """Return the uses of tables whose layouts include ``rank``, even if the rank stores no

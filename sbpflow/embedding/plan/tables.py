@@ -5,8 +5,6 @@ of (table, row shard, column shard) -> rank.) All types are plain values.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +15,6 @@ from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.sbp import Broadcast, Partial
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
@@ -233,49 +230,3 @@ def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
     """Return all non-empty shards of the table in placement order."""
     shards = (shard_on(table, layout, rank) for rank in layout.placement.ranks)
     return tuple(shard for shard in shards if shard is not None)
-
-
-def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
-    """Raise ConfigError unless the shards (without the replicas of B) tile the table exactly."""
-    replicas = 1
-    for axis, sbp in enumerate(layout.nd_sbp):
-        if isinstance(sbp, Broadcast):
-            replicas *= layout.placement.shape[axis]
-        if isinstance(sbp, Partial):
-            raise ConfigError(
-                f"table {table.name}: {layout} would store partial sums; use S or B instead of P"
-            )
-    stored = sum(shard.num_elements for shard in shards)
-    if stored != replicas * table.num_rows * table.dim:
-        raise ConfigError(
-            f"table {table.name}: the shards of {layout} have {stored} elements, but the table "
-            f"has {table.num_rows} x {table.dim} (x {replicas} replicas)"
-        )
-    distinct = {(s.row_start, s.row_stop, s.col_start, s.col_stop): s for s in shards}
-    overlapping = _overlap([shard for shard in distinct.values() if shard.num_elements])
-    if overlapping is not None:
-        raise ConfigError(f"table {table.name}: {overlapping[0]} and {overlapping[1]} overlap")
-
-
-def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
-    """Return two non-empty shards that share an element, or ``None``.
-
-    Comparing all pairs of shards would take seconds for 1024 ranks. Instead, this function sweeps
-    over the rows and keeps the shards at the current row in a list sorted by column. A new shard
-    can overlap only its neighbors in this list.
-    """
-    stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
-    starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]
-    crossed: list[tuple[int, int]] = []  # (first column, position in shards)
-    for _, begins, number in sorted(stops + starts):
-        shard = shards[number]
-        position = bisect_left(crossed, (shard.col_start, number))
-        if not begins:
-            del crossed[position]
-            continue
-        for _, neighbor in crossed[max(0, position - 1) : position + 1]:
-            other = shards[neighbor]
-            if shard.col_start < other.col_stop and other.col_start < shard.col_stop:
-                return other, shard
-        crossed.insert(position, (shard.col_start, number))
-    return None

@@ -7,7 +7,7 @@ its rows, the rank that stores a range of rows also owns the corresponding range
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -110,7 +110,7 @@ def aligned(
             sizes = _bucket_sizes(table.num_rows, parts)
             if sbp.sizes is None:
                 nd_sbp[axis] = Split(0, sizes)
-            elif any(end not in _bounds(table.num_rows) for end in _ends(sbp.sizes)):
+            elif any(end not in _bounds(table.num_rows) for end in accumulate(sbp.sizes)):
                 raise ConfigError(
                     f"{config.key or f'table {table.name}'}: sizes {list(sbp.sizes)} split the "
                     "rows of a single key bucket; use sizes that end at bucket boundaries (for "
@@ -274,12 +274,8 @@ def _bounds(num_rows: int) -> frozenset[int]:
     return frozenset(first_row_of(bucket, num_rows) for bucket in range(NUM_BUCKETS + 1))
 
 
-def _ends(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[: index + 1]) for index in range(len(sizes))]
-
-
 def _bucket_sizes(num_rows: int, parts: int) -> tuple[int, ...]:
     """Return the sizes of row parts with about the same number of buckets each."""
-    ends = [0, *_ends(balanced_sizes(NUM_BUCKETS, parts))]
+    ends = [0, *accumulate(balanced_sizes(NUM_BUCKETS, parts))]
     rows = [first_row_of(end, num_rows) for end in ends]
     return tuple(stop - start for start, stop in pairwise(rows))

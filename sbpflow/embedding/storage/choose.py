@@ -255,7 +255,8 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
     }
     if not rules:
         return
-    from sbpflow.embedding.storage.numba_storage import log_warm_up, warm_up
+    from sbpflow.embedding.storage.numba_storage import warm_up
+    from sbpflow.runtime.compute.compiled import numba_cache
 
     message = "loading numba kernels; the first start on a machine compiles them ..."
     notice = threading.Timer(_NOTICE_AFTER_S, LOG.info, [message])
@@ -264,7 +265,8 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
         seconds = [warm_up(rule, dtype=plan.dtype, row_dtype=plan.row_dtype) for rule in rules]
     finally:
         notice.cancel()
-    log_warm_up(sum(seconds))
+    place = numba_cache() or "memory"
+    LOG.info("numba kernels ready in %.1f s, cached in %s", sum(seconds), place)
 
 
 def deduplicator(kernel: str, num_addresses: int) -> Callable[[Lookup], Lookup]:

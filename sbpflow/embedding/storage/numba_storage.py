@@ -4,7 +4,6 @@ Lookups and updates give the same results as ``TorchStorage``; the docstring of 
 when they are bit-equal. Import this module only if numba is installed.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -22,10 +21,8 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.rounding import DROPPED_BITS
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
-from sbpflow.runtime.compute.compiled import numba_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
-LOG = logging.getLogger(__name__)
 # Deduplication scans a bitmap of all possible addresses. If there are more than this many possible
 # addresses per id of the batch, deduplication uses a hash table instead.
 MOST_BITS_PER_ID = 512
@@ -285,9 +282,3 @@ def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.
             storage.update(lookup, torch.zeros(lookup.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
     return time.perf_counter() - start
-
-
-def log_warm_up(seconds: float) -> None:
-    """Log how long it took to load the kernels, and where they are cached."""
-    place = numba_cache() or "memory"
-    LOG.info("numba kernels ready in %.1f s, cached in %s", seconds, place)

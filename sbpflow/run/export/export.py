@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,23 +22,13 @@ from sbpflow.serving.cells import MISSING_KEY
 from sbpflow.serving.encoder import Cells, Encoded, Encoder
 from sbpflow.serving.operations import BundleError
 from sbpflow.serving.scorer import Model, load
+from sbpflow.training.batch import Batch
 from sbpflow.training.metrics import Evaluation, evaluate
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
 """The largest accepted difference between a sample score of the bundle and that of the run. The
 second limit is for 16-bit arithmetic, whose results vary between CPUs.
 """
-
-
-class LabelledBatch(Protocol):
-    """The attributes of a batch that scoring uses."""
-
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def dense(self) -> Tensor: ...
-    @property
-    def ids(self) -> Tensor | BatchIds: ...
 
 
 def check_new(folder: Path) -> None:
@@ -174,7 +164,7 @@ def _ids_of(
     return encoder.ids_of(entry, cells).reshape(keys.shape)
 
 
-def score_bundle(model: Model, batches: Iterator[LabelledBatch]) -> Evaluation:
+def score_bundle(model: Model, batches: Iterator[Batch]) -> Evaluation:
     """Evaluate a bundle on labeled rows."""
     logits: list[Tensor] = []
     labels: list[Tensor] = []

@@ -42,6 +42,8 @@ def with_storage(
                 "host's memory; use kind: file, or parallel.device: cuda"
             )
         own = [table for table in tables if chosen.get(table.name) == pattern]
+        if not own:  # later patterns apply to all of the tables
+            continue
         for table in own:
             _check_width(table, row_bytes(table, config), key)
         size = sum(table.num_rows * row_bytes(table, config) for table in own) / world_size

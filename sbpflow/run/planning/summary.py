@@ -10,7 +10,7 @@ from typing import Any
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.plan.price import price_plan
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, PlanError
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import frequencies_of, plan_run
 from sbpflow.run.planning.cache_forecast import Forecast
@@ -113,7 +113,7 @@ def what_helps(
                 planned=planned,
                 topology=plan.topology,
             )
-        except ConfigError:  # this model or its optimizers do not support the setting
+        except (ConfigError, PlanError):  # not supported by this model, or no plan fits
             continue
         after = _costs(other, fields)
         if any(after[cost] < _HELPS * before[cost] for cost in before):

@@ -4,6 +4,7 @@ import json
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
@@ -34,14 +35,10 @@ from sbpflow.training.batch import Batch
 
 
 class Read(Protocol):
-    """The interface of a loader that can resume, such as ``data.read.loader.RowLoader``."""
+    """The interface of a loader whose position is saved, such as ``RowLoader``."""
 
     def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
         """Return the loader's position after ``batch``."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue reading from a saved position."""
         ...
 
 
@@ -62,7 +59,7 @@ class Checkpoints:
         keep_set: Callable[[AnyPath], None],
     ) -> None:
         decision, start, data = resumed.decision, resumed.start, resumed.data
-        self.step, self.epoch = start.step, start.epoch
+        self.step, self.epoch, self.left = start.step, start.epoch, start.left
         self.steps_of_before, self.loop = start.steps_of_before, start.loop
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
@@ -73,8 +70,6 @@ class Checkpoints:
         self._stop: CoordinatedStop | None = None
         self._stopping, self._last_saved = False, start.step
         self._lock: RunLock | Claim | None = None
-        if start.cursor is not None:
-            read.load_state_dict(start.cursor)
         if not config.checkpoint.every:
             return
         if config.checkpoint.deltas and config.parallel.cuda_graph is True:
@@ -86,7 +81,8 @@ class Checkpoints:
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data)
         self._facts = RunFacts(run=decision.run, facts=facts, status="training")
-        self._lock = run_on_all_ranks(job.boxing, lambda: _lock(folder, self._world.rank))
+        if not _is_given_folder(config):  # else ``lock_given_folder`` has locked it
+            self._lock = run_on_all_ranks(job.boxing, lambda: _lock(folder, self._world.rank))
         if self._world.rank == 0:
             tidy(folder)
             keep_set(folder)
@@ -216,6 +212,26 @@ def _continued(folder: AnyPath, resumed: Resumed) -> Previous | None:
     checkpoint = checked(step_folder(folder, resumed.start.step))
     number = 1 if checkpoint.previous is None else checkpoint.previous.number + 1
     return Previous(step=checkpoint.step, sha256=digest_of(checkpoint.index), number=number)
+
+
+def lock_given_folder(config: Config, boxing: Boxing) -> RunLock | None:
+    """Lock ``checkpoint.dir`` if it is a local folder, before files of an earlier run are read or
+    moved. Raises ConfigError on every rank if another run has locked it.
+
+    ``lock_run_folder`` protects the default folder until the files in ``run.dir`` are moved.
+    """
+    folder = config.checkpoint.dir
+    if folder is None or not _is_given_folder(config):
+        return None
+    if not config.checkpoint.every and not folder.is_dir():
+        return None
+    return run_on_all_ranks(
+        boxing, lambda: RunLock(_folder(folder), rank=boxing.world.rank, key="checkpoint.dir")
+    )
+
+
+def _is_given_folder(config: Config) -> bool:
+    return isinstance(config.checkpoint.dir, Path)
 
 
 def _folder(folder: AnyPath) -> AnyPath:

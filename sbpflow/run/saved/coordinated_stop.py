@@ -6,23 +6,13 @@ training until that machine disappears, and nothing would be saved.
 """
 
 import time
-from typing import Protocol
 
 from sbpflow.errors import PeerStoppedError
+from sbpflow.runtime.processes.graceful_shutdown import GracefulShutdown
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
 _LOOK_S = 1.0  # seconds between checks for other ranks' signals; each check queries the store
-
-
-class StopSignal(Protocol):
-    """The interface of ``runtime.processes.graceful_shutdown.GracefulShutdown``."""
-
-    signum: int
-
-    def leave(self, saved: str = "") -> None:
-        """Raise the signal's exception with the message ``saved``."""
-        ...
 
 
 class CoordinatedStop:
@@ -32,7 +22,7 @@ class CoordinatedStop:
     slow links.
     """
 
-    def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:
+    def __init__(self, stop: GracefulShutdown, world: World, *, timeout_s: float) -> None:
         self._stop, self._world, self._timeout_s = stop, world, timeout_s
         self._store: TimedStore | None = None
         self._voted = False

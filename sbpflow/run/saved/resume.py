@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
@@ -26,7 +26,7 @@ from sbpflow.checkpoint.run_file import RUN_FILE, read_run
 from sbpflow.config.load import config_facts
 from sbpflow.config.renamed import current_key
 from sbpflow.config.schema import Config
-from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.saved.saved_documents import check_loop, check_start, saved_set
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
@@ -82,16 +82,30 @@ class Decision:
 class Start:
     """The position at which a run starts; see ``Checkpoints`` in ``training/saving.py``.
 
-    ``cursor`` is the loader's position. If the run resumes on the same set, ``going_on`` is the
-    step and the length of metrics.jsonl.
+    ``cursor`` is the loader's position, after which ``left`` batches of ``epoch`` are left. If the
+    run resumes on the same set, ``going_on`` is the step and the length of metrics.jsonl.
     """
 
     step: int = 0
     epoch: int = 0
+    left: int | None = None
     steps_of_before: int = 0
     cursor: Mapping[str, int | str] | None = None
     loop: Mapping[str, Any] = field(default_factory=dict[str, Any])
     going_on: tuple[int, int] | None = None
+
+
+class RestorableRows(Protocol):
+    """The part of a loader's interface that a start needs."""
+
+    @property
+    def num_steps_left(self) -> int:
+        """Return the number of batches from the present position to the end of the epoch."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+        """Continue reading from a saved position."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +319,10 @@ def _previous(decision: Decision, newest: AnyPath, boxing: Boxing) -> AnyPath | 
 def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start:
     documents, step = checkpoint.documents, checkpoint.step
     loop = dict(documents["loop"])
+    if not decision.resumes:  # the new run has its own patience, but keeps the learning rate
+        loop.pop("stop", None)
+        if "plateau" in loop:
+            loop["plateau"] = {**loop["plateau"], "value": None, "step": 0, "waited": 0}
     best = loop.get("best", {}).get("step")
     if best and not (decision.resumes and step_folder(decision.folder, best).is_dir()):
         del loop["best"]
@@ -323,3 +341,21 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
         loop=loop,
         going_on=(step, documents["metrics_bytes"]) if decision.resumes else None,
     )
+
+
+def at_cursor(start: Start, decision: Decision, rows: RestorableRows) -> Start:
+    """Move ``rows`` to the position of ``start``, and return the start with the batches that are
+    left.
+
+    A new run with another seed or order starts at the first row.
+    """
+    if start.cursor is None:
+        return start
+    try:
+        rows.load_state_dict(start.cursor)
+    except DataError as error:
+        if decision.resumes:
+            raise
+        logger.info("starting at the first row, because %s", error)
+        return replace(start, epoch=0, steps_of_before=start.step, cursor=None)
+    return replace(start, left=rows.num_steps_left)

@@ -27,7 +27,7 @@ from sbpflow.config.load import config_from_tree
 from sbpflow.config.parse import plain
 from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
-from sbpflow.config.table_rules import TableRule, rule_of
+from sbpflow.config.table_rules import ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.plan.vocabularies import vocabulary_name
 from sbpflow.embedding.rules.base import KernelRequest
@@ -108,18 +108,30 @@ def saved_config(
     )
 
 
+_SENDS_AHEAD = ("early_rows", "late_gradients")
+_OF_A_DEVICE = ("tf32", "cuda_graph", "row_buffer_fraction", "kernel", "kernels")
+
+
 def saved_layouts(
-    checkpoint: Checkpoint, config: Config, world_size: int
+    checkpoint: Checkpoint, config: Config, world_size: int, device_type: str = "cpu"
 ) -> tuple[Config, dict[str, TableRule] | None]:
-    """Return the saved configuration, adapted to ``world_size`` ranks, and table rules for
-    ``plan_run``.
+    """Return the saved configuration, adapted to ``world_size`` ranks on ``device_type``, and table
+    rules for ``plan_run``.
 
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
     other number. Therefore neither the planner nor the plan file is needed. Rules of
     ``parallel.tables`` that do not fit this number of ranks become S(0), and the saved
-    ``parallel.topology`` is dropped. Keys given as overrides are kept.
+    ``parallel.topology`` is dropped. On another device, so are the saved kernels and the saved keys
+    for GPUs. On other ranks or another device, ``train.early_rows`` and ``train.late_gradients``
+    become auto, because they may not be possible there. Keys given as overrides are kept, except
+    that memory of the host is not a cache on CPU.
     """
     given: Any = plain(config.parallel)
+    plan = _plan_of(checkpoint)
+    same_device = plan is not None and plan.embeddings.world.device_type == device_type
+    if plan is None or plan.world_size != world_size or not same_device:
+        moved = {key: "auto" for key in _SENDS_AHEAD if getattr(config.train, key) is True}
+        config = replace(config, train=replace(config.train, **moved))
     saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
     saved_tables = _group(saved, "tables")
     tables = {
@@ -131,6 +143,16 @@ def saved_layouts(
     }
     topology = None if given["topology"] == saved.get("topology") else config.parallel.topology
     config = replace(config, parallel=replace(config.parallel, tables=tables, topology=topology))
+    if not same_device:
+        usual, parallel = ParallelConfig(), config.parallel
+        keys = [key for key in _OF_A_DEVICE if given[key] == saved.get(key)]
+        kept = {
+            pattern: rule
+            for pattern, rule in parallel.storage.items()
+            if rule.kind != "host" or device_type != "cpu"
+        }
+        parallel = replace(parallel, **{key: getattr(usual, key) for key in keys}, storage=kept)
+        config = replace(config, parallel=parallel)
     same = config.parallel.plan == saved.get("plan")
     return config, _planned_rules(checkpoint, world_size) if given["plan"] and same else None
 

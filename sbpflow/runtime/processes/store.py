@@ -305,8 +305,11 @@ def _await_listener(host: str, port: int, end: float, misled: str = "") -> None:
 
 def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
     """Return the error for a process that cannot serve or join the store."""
-    if is_port_in_use(error):
-        return port_in_use(port)
+    if "EADDRINUSE" in str(error) or "ddress already in use" in str(error):
+        return ConfigError(
+            f"MASTER_PORT: port {port} is in use, probably by another run; start with torchrun "
+            f"--standalone, or use a free port such as --master-port {port % 60000 + 1101}"
+        )
     if serves:
         return ConfigError(
             f"MASTER_ADDR, MASTER_PORT: rank 0 cannot listen on {host}:{port} "
@@ -317,19 +320,6 @@ def no_store(host: str, port: int, serves: bool, error: BaseException) -> Except
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {CONNECT_S:g} s "
         f"({first_line(error)}); read the output of rank 0, and check that it was started, that "
         "its address and port are right, and that no firewall blocks the connection"
-    )
-
-
-def is_port_in_use(error: BaseException) -> bool:
-    """Return whether the error means that another process uses the store's port."""
-    return "EADDRINUSE" in str(error) or "ddress already in use" in str(error)
-
-
-def port_in_use(port: int | str) -> ConfigError:
-    """Return the error for a port in use."""
-    return ConfigError(
-        f"MASTER_PORT: port {port} is in use, probably by another run; start with torchrun "
-        f"--standalone, or use a free port such as --master-port {int(port) % 60000 + 1101}"
     )
 
 

@@ -61,8 +61,7 @@ class SharedMemory:
         from sbpflow.runtime.ranks import shared_loops
 
         self.loops = shared_loops
-        self._arenas, self._rank, self._timeout_s = arenas, rank, timeout_s
-        self._own = arenas[rank]
+        self.arenas, self.rank, self._timeout_s = arenas, rank, timeout_s
         self.peers = frozenset(arenas) - {rank}
         self._limit = np.array([0, int(_CHECK_S * 1e9)], dtype=np.int64)
         self._poll = select.poll()
@@ -78,15 +77,6 @@ class SharedMemory:
             )
         return SharedChannel(self, number)
 
-    def sending(self, number: int, peer: int) -> Sending:
-        """Return this rank's end of the channel to ``peer``."""
-        return Sending(self._own, self._own.ring(number, peer))
-
-    def receiving(self, number: int, peer: int) -> Receiving:
-        """Return this rank's end of the channel from ``peer``."""
-        arena = self._arenas[peer]
-        return Receiving(arena, arena.ring(number, self._rank), peer)
-
     def await_message(self, ring: Ring, number: int, peer: int) -> None:
         """Wait until ``peer`` has sent message ``number``.
 
@@ -97,7 +87,7 @@ class SharedMemory:
             now = time.monotonic()
             end = end or now + self._timeout_s
             ended = {handle for handle, _ in self._poll.poll(0)}
-            if self._arenas[peer].connection in ended:
+            if self.arenas[peer].connection in ended:
                 if self.loops.wait_until(ring.sent, ring.waiting, number + 1, self._limit):
                     return
                 raise RuntimeError(f"Connection closed by peer: rank {peer} has ended")
@@ -110,7 +100,7 @@ class SharedMemory:
         """Notify the peers that this rank has ended."""
         for peer in self.peers:
             with contextlib.suppress(OSError):
-                os.close(self._arenas[peer].connection)
+                os.close(self.arenas[peer].connection)
         self.peers = frozenset()
 
 
@@ -119,8 +109,12 @@ class SharedChannel:
 
     def __init__(self, shared: SharedMemory, number: int) -> None:
         self._shared = shared
-        self._sending = {peer: shared.sending(number, peer) for peer in shared.peers}
-        self._receiving = {peer: shared.receiving(number, peer) for peer in shared.peers}
+        own, arenas = shared.arenas[shared.rank], shared.arenas
+        self._sending = {peer: Sending(own, own.ring(number, peer)) for peer in shared.peers}
+        self._receiving = {
+            peer: Receiving(arenas[peer], arenas[peer].ring(number, shared.rank), peer)
+            for peer in shared.peers
+        }
 
     def takes(self, peer: int, message: Tensor) -> bool:
         """Return whether ``message``, to or from ``peer``, goes through shared memory."""

@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 from sbpflow.errors import SbpError
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.autograd import Context
-from sbpflow.tensor.dispatch import apply, cached_rule, check_ndim, check_same_dtype, letters_for
+from sbpflow.tensor.dispatch import apply, check_ndim, check_same_dtype, letters_for
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.ops.products import add_product, add_weight_gradient, product
-from sbpflow.tensor.signature import Choice
+from sbpflow.tensor.signature import Choice, make_rule
 
 # Rows are processed in blocks, of which a tensor takes up to ``_BLOCK_BYTES`` (measured on an AMD
 # EPYC: 512 KiB is slower with oneDNN and as fast with MKL). Blocks have at least ``_MIN_ROWS``
@@ -58,7 +58,7 @@ def cross_network(
         low = [(rank, "k"), ("k", rank), ("k",)]
         operands += low if len(layer) == len(low) else [("k", rank), ("k",)]
     signature = ",".join(["b"] + ["B"] * len(weights)) + "->b"
-    rule = cached_rule("cross_network", tuple(operands), ("b", "k"), signature)
+    rule = make_rule("cross_network", tuple(operands), ("b", "k"), signature)
     counts = tuple(len(layer) for layer in layers)
 
     def kernel(_: Choice, parts: list[Tensor]) -> Tensor:

@@ -9,14 +9,13 @@ from sbpflow.errors import SbpError
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
-    cached_rule,
     check_floating,
     check_same_dtype,
     check_tensors,
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.signature import Rule
+from sbpflow.tensor.signature import Rule, make_rule
 
 Kernel = Callable[..., Tensor]
 
@@ -50,13 +49,13 @@ def nonlinear(
 def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
     """Return the rule with the signatures S(i) -> S(i), B -> B, and those in ``more``."""
     dims = letters_for(ndim)
-    return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
+    return make_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
 
 def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
     """Return the rule S(i) x S(i) -> S(i), B x B -> B for operands of equal shapes."""
     dims = letters_for(ndim)
-    return cached_rule(op, (dims, dims), dims, "".join(f"{a},{a}->{a};" for a in dims))
+    return make_rule(op, (dims, dims), dims, "".join(f"{a},{a}->{a};" for a in dims))
 
 
 def cast(
@@ -121,7 +120,7 @@ def _binary(
         ",".join(letter if letter in own else "B" for own in dims) + f"->{letter};"
         for letter in letters
     )
-    op_rule = cached_rule(op, tuple(dims), letters, splits + linear_part)
+    op_rule = make_rule(op, tuple(dims), letters, splits + linear_part)
     return apply(op_rule, [a, b], shape, lambda _, p: kernel(*p), out=out, id=id)
 
 

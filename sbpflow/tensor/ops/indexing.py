@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sbpflow.errors import SbpError
-from sbpflow.tensor.dispatch import Out, apply, cached_rule, check_ndim, check_tensors, letters_for
+from sbpflow.tensor.dispatch import Out, apply, check_ndim, check_tensors, letters_for
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.signature import Choice
+from sbpflow.tensor.signature import Choice, make_rule
 
 _ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
@@ -30,7 +30,7 @@ def gather(
         raise SbpError(f"gather: ids must have an integer dtype, such as torch.int64, got {ids!r}")
     dims = letters_for(ids.ndim, "rd")
     signatures = "".join(f"B,{a}->{a};" for a in dims) + "r,B->P; d,B->d; P,B->P"
-    op_rule = cached_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
+    op_rule = make_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)
     num_rows, rank = table.shape[0], table.boxing.world.rank
 
     def refuses(choice: Choice, parts: list[Tensor]) -> str:

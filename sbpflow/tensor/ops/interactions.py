@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sbpflow.tensor.autograd import Context
-from sbpflow.tensor.dispatch import Out, apply, cached_rule, check_floating, check_ndim
+from sbpflow.tensor.dispatch import Out, apply, check_floating, check_ndim
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.signature import make_rule
 
 
 def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
@@ -21,7 +22,7 @@ def dot_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) 
     in DLRM (facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e).
     """
     _check("dot_interaction", x)
-    rule = cached_rule("dot_interaction", (("b", "f", "d"),), ("b", "p"), "b->b; d->P")
+    rule = make_rule("dot_interaction", (("b", "f", "d"),), ("b", "p"), "b->b; d->P")
     fields = x.shape[1]
     shape = (x.shape[0], fields * (fields - 1) // 2)
     return apply(rule, [x], shape, lambda _, p: pair_products(p[0]), out=out, id=id)
@@ -37,7 +38,7 @@ def fm_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -
     because the subtraction cancels digits; the result is then float32.
     """
     _check("fm_interaction", x)
-    rule = cached_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
+    rule = make_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
     dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
     shape = (x.shape[0], 1)
     return apply(

@@ -11,7 +11,6 @@ from sbpflow.sbp.sbp import NdSbp, Split, parse_nd_sbp
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
-    cached_rule,
     check_list,
     check_ndim,
     check_same_dtype,
@@ -21,7 +20,7 @@ from sbpflow.tensor.dispatch import (
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops import products
 from sbpflow.tensor.ops.shapes import concat
-from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
+from sbpflow.tensor.signature import Choice, Operand, Rule, deduce, make_rule
 
 ALIGNED_COLUMNS = 8  # cuBLAS uses tensor cores efficiently only if rows are multiples of 16 bytes
 
@@ -62,7 +61,7 @@ def linear_of_parts(
     inner = letters_for(len(xs) + 1, "bn")
     count = len(xs)
     signatures = ",".join(["b"] * count) + ",B,B->b;" + ",".join(["B"] * count) + ",n,n->n"
-    rule = cached_rule(
+    rule = make_rule(
         "linear_of_parts",
         (*(("b", k) for k in inner[:count]), ("n", inner[count]), ("n",)),
         ("b", "n"),
@@ -102,7 +101,7 @@ def matmul(
     check_same_dtype("matmul", [a, b])
     lead = letters_for(a.ndim - 1, "kn")
     signatures = "".join(f"{x},B->{x};" for x in lead) + "B,n->n; k,k->P; P,B->P; B,P->P"
-    op_rule = cached_rule("matmul", ((*lead, "k"), ("k", "n")), (*lead, "n"), signatures)
+    op_rule = make_rule("matmul", ((*lead, "k"), ("k", "n")), (*lead, "n"), signatures)
     shape = (*a.shape[:-1], b.shape[-1])
     return apply(op_rule, [a, b], shape, lambda _, p: p[0] @ p[1], out=out, id=id)
 
@@ -128,7 +127,7 @@ def linear(
     check_same_dtype("linear", [x, weight] if bias is None else [x, weight, bias])
     lead = letters_for(x.ndim - 1, "kn")
     splits = "".join(f"{a},B->{a};" for a in lead)
-    plain = cached_rule(
+    plain = make_rule(
         "linear",
         ((*lead, "k"), ("n", "k")),
         (*lead, "n"),
@@ -139,7 +138,7 @@ def linear(
     if bias is None:
         return apply(plain, [x, weight], shape, _linear_kernel, out=requested, id=id)
     splits = "".join(f"{a},B,B->{a};" for a in lead)
-    fused = cached_rule(
+    fused = make_rule(
         "linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n"
     )
     operands = [x, weight, bias]
@@ -188,4 +187,4 @@ def bias_add(
 def _bias_rule(ndim: int) -> Rule:
     lead = letters_for(ndim - 1, "n")
     signatures = "".join(f"{a},B->{a};" for a in lead) + "n,n->n"
-    return cached_rule("bias_add", ((*lead, "n"), ("n",)), (*lead, "n"), signatures)
+    return make_rule("bias_add", ((*lead, "n"), ("n",)), (*lead, "n"), signatures)

@@ -10,7 +10,6 @@ from sbpflow.errors import SbpError
 from sbpflow.sbp.sbp import Broadcast, Partial
 from sbpflow.tensor.dispatch import (
     apply,
-    cached_rule,
     check_floating,
     check_ndim,
     check_same_dtype,
@@ -18,7 +17,7 @@ from sbpflow.tensor.dispatch import (
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.signature import Choice
+from sbpflow.tensor.signature import Choice, make_rule
 
 
 def layer_norm(
@@ -37,7 +36,7 @@ def layer_norm(
     check_ndim("layer_norm", "x", x, 1, at_least=True)
     _check_operands("layer_norm", x, weight, bias)
     lead = letters_for(x.ndim - 1, "n")
-    rule = cached_rule(
+    rule = make_rule(
         "layer_norm",
         ((*lead, "n"), ("n",), ("n",)),
         (*lead, "n"),
@@ -92,12 +91,12 @@ def batch_norm(
     center = GlobalTensor(
         running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
     )
-    by_rows = cached_rule("batch_norm.sums", (("b", "n"), ("n",)), ("two", "n"), "b,B->P; n,n->n")
+    by_rows = make_rule("batch_norm.sums", (("b", "n"), ("n",)), ("two", "n"), "b,B->P; n,n->n")
     x = x.to(choose(by_rows, [x, center]).inputs[0], id=f"{id}.0")
     sums = apply(by_rows, [x, center], (2, x.shape[1]), _sums, id=f"{id}.sums")
     summed = tuple(Broadcast() if isinstance(sbp, Partial) else sbp for sbp in sums.layout.nd_sbp)
     sums = sums.to(summed, id=f"{id}.moments")
-    normalized = cached_rule(
+    normalized = make_rule(
         "batch_norm",
         (("b", "n"), ("two", "n"), ("n",), ("n",), ("n",)),
         ("b", "n"),
@@ -153,7 +152,7 @@ def _by_running(
     id: str,
 ) -> GlobalTensor:
     """Normalize with the running statistics."""
-    rule = cached_rule(
+    rule = make_rule(
         "batch_norm.running",
         (("b", "n"), *((("n",),) * 4)),
         ("b", "n"),

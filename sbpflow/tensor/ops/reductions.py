@@ -11,13 +11,13 @@ from sbpflow.errors import SbpError
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
-    cached_rule,
     check_floating,
     check_tensors,
     checked_dims,
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.signature import make_rule
 
 
 def reduce_sum(
@@ -129,7 +129,7 @@ def _reduce(
     remaining = [n for n in range(x.ndim) if keepdim or n not in chosen]
     output = tuple("" if n in chosen else letters[n] for n in remaining)
     shape = tuple(1 if n in chosen else x.shape[n] for n in remaining)
-    op_rule = cached_rule(op, (letters,), output, signatures + more)
+    op_rule = make_rule(op, (letters,), output, signatures + more)
     return apply(
         op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id, dtype=dtype
     )

@@ -11,7 +11,6 @@ from sbpflow.errors import SbpError
 from sbpflow.tensor.dispatch import (
     Out,
     apply,
-    cached_rule,
     check_list,
     check_same_dtype,
     check_tensors,
@@ -20,7 +19,7 @@ from sbpflow.tensor.dispatch import (
     whole_numbers,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.signature import Choice
+from sbpflow.tensor.signature import Choice, make_rule
 
 
 def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = None) -> GlobalTensor:
@@ -38,7 +37,7 @@ def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = Non
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
     letters, output, scales = _reshape_groups(x.shape, full)
     signatures = "".join(f"{a}->{a};" for a in letters if a and a in output) + "P->P"
-    op_rule = cached_rule("reshape", (letters,), output, signatures, scales)
+    op_rule = make_rule("reshape", (letters,), output, signatures, scales)
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         return parts[0].reshape(choice.output.part_shape(full, x.boxing.world.rank) or ())
@@ -129,7 +128,7 @@ def concat(
     # dim.
     others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
-    op_rule = cached_rule("concat", dims, letters, signatures)
+    op_rule = make_rule("concat", dims, letters, signatures)
     shape = (*first.shape[:dim], sum(x.shape[dim] for x in tensors), *first.shape[dim + 1 :])
     return apply(op_rule, tensors, shape, lambda _, p: torch.cat(p, dim), out=out, id=id)
 
