@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, run_main
+from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, parse_seed, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
@@ -23,7 +23,7 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seconds", type=float, help="limit on the total time; default: 270")
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="the tables' optimizer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=parse_seed, default=0)
     parser.add_argument(
         "--quick", action="store_true", help="calibrate briefly with small tables, for tests"
     )

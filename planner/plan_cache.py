@@ -98,7 +98,11 @@ def _digest_of(tree: object) -> str:
 
 def _digest(cost: TaskCost, seed: int) -> str:
     packages = " ".join(f"{name} {dist_version(name)}" for name in ("numpy", "torch"))
-    facts = "\n".join((_code(), packages, repr(cost.task), cost.prices_digest, str(seed)))
+    rules = {cost.task.optimizer_of(table) for table in cost.task.tables}
+    # These properties of a user's rule are not in the text of the task.
+    stored = sorted(f"{rule} {rule.state_counts} {rule.shares_row_state}" for rule in rules)
+    parts = (_code(), packages, repr(cost.task), *stored, cost.prices_digest, str(seed))
+    facts = "\n".join(parts)
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 

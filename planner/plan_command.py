@@ -38,7 +38,7 @@ from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
 from sbpflow.runtime.files.json_file import JsonError, list_of, read_json
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.runtime.processes.launch import ArgumentParser, parse_seed
 from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.world import World
 
@@ -63,7 +63,7 @@ def _parser(name: str, description: str) -> ArgumentParser:
         type=profile_name,
         help=f"a calibration file, or {', '.join(MACHINES)}; default: this machine's calibration",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=parse_seed, default=0)
     return parser
 
 
@@ -93,8 +93,8 @@ def plan(argv: Sequence[str]) -> str:
     cost, name = _cost(args), planner_of(args.planner)
     planned = make_plan(name, cost, seed=args.seed)
     lines: list[str] = []
-    if args.measure:
-        planned, lines = _measured(args, cost, checked(planned, cost))
+    if args.measure and planned.priced.feasible:
+        planned, lines = _measured(args, cost, planned)
     if not planned.priced.feasible:
         args.output = None  # A plan that does not fit is only reported.
     lines.append(_write(args, cost, planned))

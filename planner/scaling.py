@@ -25,7 +25,7 @@ from sbpflow.planner.planners import PLANNERS, make_plan, planner_of
 from sbpflow.planner.search.problem import BYTES
 from sbpflow.planner.tables_file import TablesFile, read_tables
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.runtime.processes.launch import ArgumentParser, parse_seed
 
 
 def clusters(argv: Sequence[str]) -> str:
@@ -51,7 +51,7 @@ def clusters(argv: Sequence[str]) -> str:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--weak", action="store_true", help="keep the batch size per rank")
     parser.add_argument("--planner", default="auto", help=", ".join(PLANNERS))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=parse_seed, default=0)
     return _table(parser.parse_args(argv))
 
 

@@ -81,7 +81,7 @@ def fit(
         both = isinstance(base, dict) and isinstance(group, dict)
         tree[name] = cast("dict[str, Any]", base) | group if both else group
     layouts = tree.setdefault("parallel", {})
-    if isinstance(layouts, dict) and not layouts.keys() & {"scheme", "plan", "tables"}:
+    if isinstance(layouts, dict) and not any(map(layouts.get, ("scheme", "plan", "tables"))):
         layouts["scheme"] = "auto"
     settings = config_of(tree, models=MODELS)
     model, optimizers = own_classes(settings)

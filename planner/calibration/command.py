@@ -1,6 +1,7 @@
 """Implements ``sbpflow calibrate`` on each rank."""
 
 import logging
+import math
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -50,9 +51,13 @@ def _settings(args: Namespace) -> Settings:
     if ":" in args.optimizer:
         import_rule("--optimizer", args.optimizer)
     rule_class(args.optimizer)
-    if args.seconds is not None and args.seconds <= 0:
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
         raise ConfigError(
-            f"--seconds must be above 0, got {args.seconds}; for example, --seconds 270"
+            f"--seconds must be above 0 and finite, got {args.seconds}; for example, --seconds 270"
+        )
+    if args.output is not None and (args.output.is_dir() or not args.output.name):
+        raise ConfigError(
+            f"--output: {args.output} is a folder; use a file, such as --output profile.json"
         )
     seconds = settings.seconds if args.seconds is None else args.seconds
     return replace(settings, optimizer=args.optimizer, seed=args.seed, seconds=seconds)

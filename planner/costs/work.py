@@ -63,7 +63,7 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     size = task.world_size
     layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
-    facts = _facts(task, table, shape.parts[0] if exchange.even else size)
+    facts = _facts(task, table, exchange, shape.parts[0] if exchange.even else size)
     home = vector_of(exchange.home(facts, shape.parts))
     rows, widths = map(balanced_sizes, (table.num_rows, table.dim), shape.parts)
     parts = [] if exchange.copies or exchange.even else list(product(rows, widths))
@@ -82,8 +82,11 @@ def _layout(shape: Shape, device_type: str, world_size: int) -> Layout:
     return shape.layout(Placement.line(device_type, world_size))
 
 
-def _facts(task: Task, table: TableConfig, hosts: int) -> Facts:
-    lookups, stats = task.lookups(table), task.stats[table.name]
+def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Facts:
+    lookups, stats, output = task.lookups(table), task.stats[table.name], task.output_of[table.name]
+    # The tables of a group send one sum per sample; they are assumed to share one group.
+    pooled = output.sums and exchange.pools
+    uses = sum(len(each.features) for each in output.tables) if pooled else 1
     vector_item = float((task.comm_dtype or task.dtype).itemsize)
     rule = task.optimizer_of(table)
     return Facts(
@@ -91,7 +94,7 @@ def _facts(task: Task, table: TableConfig, hosts: int) -> Facts:
         batch_size=task.batch_size,
         num_rows=table.num_rows,
         dim=table.dim,
-        vectors=float(len(table.features)),
+        vectors=len(table.features) / uses,
         lookups=lookups,
         sent_ids=lookups,
         touched=stats.touched(lookups),
@@ -116,7 +119,8 @@ def _keys(
 ) -> Callable[[tuple[int, ...]], tuple[Key, ...]]:
     output, rule, ragged = task.output_of[table.name], task.optimizer_of(table), task.ragged(table)
     # As a string, because strings cache their hash.
-    stored = (repr((table.dim, ragged, rule, table.kernel)),)
+    grows = table.growth is not None
+    stored = (repr((table.dim, ragged, rule, table.kernel, grows, table.storage)),)
 
     @cache
     def keys(ranks: tuple[int, ...]) -> tuple[Key, ...]:

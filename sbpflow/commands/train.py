@@ -43,7 +43,8 @@ def train(argv: Sequence[str]) -> int:
         from sbpflow.commands.local_servers import local_servers
 
         with local_servers(args.config, args.overrides, args.servers) as overrides:
-            return start_ranks([*words, *overrides], args.ranks or 1, "-n")
+            ranks = 1 if args.ranks is None else args.ranks
+            return start_ranks([*words, *overrides], ranks, "-n")
     if args.ranks is None:
         return run_rank(args.config, args.overrides)
     return start_ranks([*words, *args.overrides], args.ranks, "-n")

@@ -107,6 +107,7 @@ def test_compiled_updates_match_torch(rule, dtype, width):
     exact = rule.name == "sgd" and dtype == torch.float32
     tolerance = 0.0 if exact else 20 * torch.finfo(dtype).eps
     for step, uses in lookups(dtype):
+        lr = 0.0 if step == 7 and rule.name != "ftrl" else 0.1  # as at the end of a decay
         lookup_request = Lookup(*uses)
         grads = torch.randn(lookup_request.num_bags, width, dtype=dtype)
         sums = lookup_request.row_gradients(grads)
@@ -116,8 +117,8 @@ def test_compiled_updates_match_torch(rule, dtype, width):
                 assert torch.equal(row_gradient, want)
             torch.testing.assert_close(row_gradient, want, rtol=tolerance, atol=tolerance)
         assert torch.equal(indexed.inverse(), lookup_request.inverse().int())
-        plain.update(lookup_request, grads, 0.1, step + 1)
-        compiled.update(Lookup(*uses), grads, 0.1, step + 1)
+        plain.update(lookup_request, grads, lr, step + 1)
+        compiled.update(Lookup(*uses), grads, lr, step + 1)
         torch.testing.assert_close(compiled.weights, plain.weights, rtol=tolerance, atol=tolerance)
         for name, value in plain.state.items():
             torch.testing.assert_close(compiled.state[name], value, rtol=tolerance, atol=tolerance)

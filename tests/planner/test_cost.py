@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sbpflow.costs.counts import INDEX, MEMORY, vector_of
+from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost, count_work
@@ -65,10 +66,13 @@ def test_columns_and_kernels_separate_groups_as_in_the_engine():
     assert totals[0, INDEX["num_row_transfers"]] == len(engine.groups) == 2
     assert totals[0, INDEX["num_squares"]] == 2
 
-    first = replace(task.tables[0], kernel="torch")
-    output = replace(task.outputs[0], tables=(first, *task.tables[1:]))
-    requested = replace(task, outputs=(output,))
-    for choice in (Choice(Shape("S(0)", "unique", (4, 1)), (0, 1, 2, 3)), every_shape()[2]):
+    stored = RowStorage(kind="file", share=0.2, key="parallel.storage.t0")
+    wanted = [{"kernel": "torch"}, {"kernel": "torch"}, {"storage": stored}]
+    choices = [Choice(Shape("S(0)", "unique", (4, 1)), (0, 1, 2, 3)), every_shape()[2]]
+    for change, choice in zip(wanted, [*choices, choices[0]], strict=True):
+        first = replace(task.tables[0], **change)
+        output = replace(task.outputs[0], tables=(first, *task.tables[1:]))
+        requested = replace(task, outputs=(output,))
         plan = {table.name: choice for table in task.tables}
         totals, engine = count_work(requested, plan), embedding_plan(requested, plan)
         stacks = sum(len(group.stacks) for group in engine.groups)
@@ -80,8 +84,10 @@ def test_columns_and_kernels_separate_groups_as_in_the_engine():
 @pytest.mark.parametrize(
     "choice", [c for c in every_shape() if c.shape.exchange in ("columns", "reduce")], ids=str
 )
-def test_bytes_of_vectors_equal_the_engines_steps(choice):
+@pytest.mark.parametrize("combine", ["concat", "sum"])
+def test_bytes_of_vectors_equal_the_engines_steps(choice, combine):
     task = make_task(rows=(3000, 60, 800))
+    task = replace(task, outputs=(replace(task.outputs[0], combine=combine),))
     plan = {table.name: choice for table in task.tables}
     totals, engine = count_work(task, plan), embedding_plan(task, plan)
     for name, steps in (

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from sbpflow.errors import ConfigError, PlanError
+from sbpflow.planner.__main__ import calibrate, clusters
 from sbpflow.planner.clusters import described, profile_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.plan_command import compare, explain, plan
@@ -307,3 +308,24 @@ def test_unknown_planners_and_impossible_tasks_are_refused(tmp_path):
         plan([*words, "--output", str(output), "--report", str(report)])
     assert output.read_text() == "a plan that fits"
     assert "size" in report.read_text()
+
+
+@pytest.mark.parametrize("seed", ["-1", "1.5", "99999999999999999999"])
+def test_a_seed_is_a_whole_number_that_every_generator_accepts(seed):
+    for command in (plan, compare, explain, clusters, calibrate):
+        with pytest.raises(ConfigError, match=f"--seed: '{seed}' is not a whole number from 0 to"):
+            command(["--tables", "t.json", "--seed", seed][2 * (command is calibrate) :])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seconds", "nan"], "--seconds must be above 0 and finite, got nan"),
+        (["--seconds", "inf"], "--seconds must be above 0 and finite, got inf"),
+        (["--output", "."], r"--output: \. is a folder; use a file"),
+    ],
+)
+def test_a_calibration_checks_its_options_before_it_measures(words, message, monkeypatch):
+    monkeypatch.setenv("RANK", "0")  # as one of the launched ranks
+    with pytest.raises(ConfigError, match=message):
+        calibrate(words)

@@ -176,6 +176,9 @@ def test_norm_refusals():
     mean, var = running_of(x)
     with pytest.raises(SbpError, match=r"a batch of one row has no variance; .* data\.tail: drop"):
         ops.batch_norm(dry("B", (1, 3)), weight, bias, mean, var, training=True)
+    half = [dry("S(0)", (4, 3), torch.float16), *(dry("B", (3,), torch.float16),) * 4]
+    with pytest.raises(SbpError, match=r"precision of torch\.float16; convert .* ops\.cast"):
+        ops.batch_norm(*half, training=True)
     split = GlobalTensor(torch.empty(2, device="meta"), Layout(mean.layout.placement, (Split(0),)),
                          (3,), mean.boxing)  # fmt: skip
     with pytest.raises(SbpError, match=r"running_mean .*must have layout B"):

@@ -227,6 +227,21 @@ def test_automatic_layouts_on_missing_ranks_are_replaced():
     assert laid.parallel.tables["deep.C1"] == asked.parallel.tables["deep.C1"]
 
 
+def test_keys_of_other_ranks_and_devices_are_not_required_for_scoring():
+    more = ["train.early_rows=true", "train.late_gradients=true", "parallel.tf32=true"]
+    more += ["parallel.kernel=triton", 'parallel.storage={"*": {"kind": "host", "cache": "10%"}}']
+    more += ['parallel.tables={"deep.*": {"sbp": "B", "ranks": [0, 1]}}']
+    config = load_config(CONFIG, more, models=MODELS)
+    run = SimpleNamespace(documents={"config": plain(config)})
+    laid, _ = saved_layouts(run, config, 1)
+    assert (laid.train.early_rows, laid.train.late_gradients) == ("auto", "auto")
+    assert (laid.parallel.tf32, laid.parallel.kernel, laid.parallel.storage) == (False, "auto", {})
+    laid, _ = saved_layouts(run, config, 4)
+    assert laid.parallel.tables["deep.*"] == TableRule(sbp="S(0)")
+    asked = load_config(CONFIG, [*more, "parallel.kernel=numba"], models=MODELS)
+    assert saved_layouts(run, asked, 1)[0].parallel.kernel == "numba"
+
+
 def saved(folder):
     checkpoint = find_checkpoint(folder)
     config = saved_config(checkpoint, (), models=MODELS, own_model=None)

@@ -14,6 +14,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import read_run
 from sbpflow.commands import train
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.training.trainer import Trainer
 
 CONFIG = str(Path(__file__).parents[2] / "configs/scheme3.yaml")
@@ -270,6 +271,57 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, capfd):
         run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")
     with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint"):
         run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
+
+
+def test_another_runs_checkpoints_are_locked_before_they_are_changed(synth_set, tmp_path):
+    folder = tmp_path / "shared"
+    partial = folder / ".step-6.partial-0123456789"
+    partial.mkdir(parents=True)
+    lock = RunLock(folder, rank=0, key="checkpoint.dir")
+    for more in ("checkpoint.every=4", "checkpoint.every=0", "checkpoint.resume=never"):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.dir: .* is in use by another run"):
+            run(synth_set, tmp_path / "b", f"checkpoint.dir={folder}", more)
+    assert partial.is_dir()
+    lock.close()
+
+
+def last_step(folder):
+    (final,) = [
+        event
+        for event in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if event["event"] == "final"
+    ]
+    newest = list_checkpoints(folder / "checkpoints")[0].name
+    assert newest == f"step-{final['steps']}"
+    return final["steps"]
+
+
+def test_a_new_run_from_a_stopped_one_has_its_own_patience(synth_set, tmp_path):
+    patience = ["train.eval_every=1", "train.stop={metric: auc, patience: 1, min_delta: 0.9}"]
+    assert run(synth_set, tmp_path / "a", *patience) == 0
+    assert last_step(tmp_path / "a") == 2  # the first score, and one that is not much better
+    resume = f"checkpoint.resume={tmp_path / 'a/checkpoints'}"
+    assert run(synth_set, tmp_path / "b", *patience, resume) == 0
+    assert last_step(tmp_path / "b") == 4
+
+
+def test_a_new_run_may_have_other_batches_and_another_order(synth_set, whole, tmp_path):
+    resume = f"checkpoint.resume={whole / 'checkpoints/step-12'}"
+    assert run(synth_set, tmp_path / "b", resume, "data.batch_size=250") == 0
+    assert last_step(tmp_path / "b") == 12 + 16  # the 3,800 rows that are left of epoch 2
+    assert run(synth_set, tmp_path / "c", resume, "run.seed=8") == 0
+    assert last_step(tmp_path / "c") == 12 + 20  # the other order starts at its first row
+
+
+def test_a_run_without_checkpoints_does_not_move_an_unfinished_run(
+    synth_set, tmp_path, monkeypatch
+):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    with pytest.raises(ConfigError, match=r"checkpoints of an unfinished run, .*resume=never"):
+        run(synth_set, tmp_path, "checkpoint.every=0")
+    words = ("checkpoint.every=0", "checkpoint.resume=never", "train.max_steps=2")
+    assert run(synth_set, tmp_path, *words) == 0
+    assert (tmp_path / "previous-1/checkpoints/step-4/index.json").is_file()
 
 
 def test_signals_do_not_save_if_configured(synth_set, tmp_path):

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -300,12 +301,14 @@ def make_kernel(
 ) -> RowKernel:
     """Allocate a kernel's block with ``slots`` slots; by default, one for each of ``rows``.
 
-    An empty FBGEMM block uses torch, because FBGEMM's table cannot be empty.
+    An empty FBGEMM block uses torch, because FBGEMM's table cannot be empty. Like FBGEMM, it has no
+    ``absent`` address, because groups send rows in the same way on all ranks.
     """
     slots = rows if slots is None else slots
     if choice.name == "fbgemm" and slots > 0:
         return FbgemmStorage(slots, width, optimizer=optimizer, device=device)
-    storage = TorchStorage if choice.name == "torch" else COMPILED[choice.name].storage()
+    kind = TorchStorage if choice.name == "torch" else COMPILED[choice.name].storage()
+    storage = partial(kind, fixed_size=False) if choice.name == "fbgemm" else kind
     return storage(
         rows,
         width,

@@ -88,7 +88,7 @@ def _step_rowwise_adagrad(
     eps: float,
     keep: float,
 ) -> None:
-    one = lr / lr
+    one = total.dtype.type(1)
     for j in range(at.size):
         if j + DISTANCE < at.size:
             prefetch(weights, at[j + DISTANCE])

@@ -109,7 +109,7 @@ def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
     """
     try:
         run = read_run(folder, folder.name)
-    except ConfigError:  # the folder has no run, or the run has no events yet
+    except (ConfigError, DataError):  # the folder has no run or no events, or the file is damaged
         return None
     speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
     same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))

@@ -81,7 +81,7 @@ class Checkpoints:
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data)
         self._facts = RunFacts(run=decision.run, facts=facts, status="training")
-        if not _is_given_folder(config):  # else ``lock_given_folder`` has locked it
+        if not isinstance(config.checkpoint.dir, Path):  # else ``lock_given_folder`` has locked it
             self._lock = run_on_all_ranks(job.boxing, lambda: _lock(folder, self._world.rank))
         if self._world.rank == 0:
             tidy(folder)
@@ -221,22 +221,20 @@ def lock_given_folder(config: Config, boxing: Boxing) -> RunLock | None:
     ``lock_run_folder`` protects the default folder until the files in ``run.dir`` are moved.
     """
     folder = config.checkpoint.dir
-    if folder is None or not _is_given_folder(config):
+    if not isinstance(folder, Path) or not (config.checkpoint.every or folder.is_dir()):
         return None
-    if not config.checkpoint.every and not folder.is_dir():
-        return None
-    return run_on_all_ranks(
-        boxing, lambda: RunLock(_folder(folder), rank=boxing.world.rank, key="checkpoint.dir")
-    )
 
+    def lock() -> RunLock:
+        return RunLock(_writable(folder), rank=boxing.world.rank, key="checkpoint.dir")
 
-def _is_given_folder(config: Config) -> bool:
-    return isinstance(config.checkpoint.dir, Path)
+    return run_on_all_ranks(boxing, lock)
 
 
 def _folder(folder: AnyPath) -> AnyPath:
-    if isinstance(folder, RemotePath):
-        return folder
+    return folder if isinstance(folder, RemotePath) else _writable(folder)
+
+
+def _writable(folder: Path) -> Path:
     return writable_folder("checkpoint.dir", folder, "checkpoint.dir=runs/train/checkpoints")
 
 

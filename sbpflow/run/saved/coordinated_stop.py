@@ -8,7 +8,7 @@ training until that machine disappears, and nothing would be saved.
 import time
 
 from sbpflow.errors import PeerStoppedError
-from sbpflow.runtime.processes.graceful_shutdown import GracefulShutdown
+from sbpflow.runtime.processes.graceful_shutdown import GracefulInterrupt, GracefulShutdown
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
@@ -22,7 +22,9 @@ class CoordinatedStop:
     slow links.
     """
 
-    def __init__(self, stop: GracefulShutdown, world: World, *, timeout_s: float) -> None:
+    def __init__(
+        self, stop: GracefulShutdown | GracefulInterrupt, world: World, *, timeout_s: float
+    ) -> None:
         self._stop, self._world, self._timeout_s = stop, world, timeout_s
         self._store: TimedStore | None = None
         self._voted = False

@@ -172,11 +172,17 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
             )
         _move_aside(config)
         return replace(new_run, newest=newest)
-    saved = None
-    if resume == "auto" and config.checkpoint.every != 0:
-        saved = read_run(folder)
-        if saved is None:
-            _check_no_checkpoints(folder)
+    saved = read_run(folder) if resume == "auto" else None
+    if not config.checkpoint.every:
+        if saved is not None and saved.status != "finished" and list_checkpoints(folder):
+            raise ConfigError(
+                f"checkpoint.every is 0, but {folder} contains checkpoints of an unfinished run, "
+                "which a run without checkpoints would move aside; use checkpoint.resume=never to "
+                "move them aside, or another run.dir"
+            )
+        saved = None
+    elif resume == "auto" and saved is None:
+        _check_no_checkpoints(folder)
     if saved is None or saved.status == "finished":
         _move_aside(config)
         return new_run

@@ -170,6 +170,8 @@ def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
     if rule.splits_rows_twice:  # needs all ranks
         return len(ranks) != world_size
+    if rule.sbp == "B" and len(ranks) not in (1, world_size):
+        return True
     return max(ranks) >= world_size
 
 

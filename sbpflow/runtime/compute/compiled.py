@@ -21,21 +21,28 @@ Array = np.ndarray[Any, Any]
 Node = Any  # part of an expression that numba compiles, or a compiled function
 MOST_WAIT_S = 60.0  # how long a process waits while another process compiles a function
 _HELD: set[Path] = set()  # file locks that threads of this process hold, or no longer wait for
+# Files whose intrinsics, functions, or constants become part of compiled functions in other files.
+_PARTS = (
+    *("runtime/compute/*.py", "embedding/storage/*.py", "embedding/vocabulary/*.py"),
+    *("embedding/cache/*.py", "embedding/plan/growth.py"),
+)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def numba_cache() -> Path | None:
     """Return the folder in which compiled functions are cached, or None if it is not safe.
 
-    The folder belongs to one version of the files next to this one: numba compiles a function again
-    if its own file changes, but not if an intrinsic does, which becomes part of the function.
+    The folder belongs to one version of ``_PARTS``: numba compiles a function again if its own file
+    changes, but not if an intrinsic, a called function, or a constant of another file does, which
+    become part of the function.
     """
     return code_cache(f"numba-{_version()}")
 
 
 @cache
 def _version() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    package = Path(__file__).parents[2]
+    files = sorted(file for pattern in _PARTS for file in package.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 

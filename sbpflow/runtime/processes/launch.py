@@ -61,6 +61,15 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
 
 
+def parse_seed(text: str) -> int:
+    """Return the value of ``--seed``; raise ArgumentTypeError unless every generator accepts it."""
+    if not text.isascii() or not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from 0 to 2**63 - 1; use, for example, 7"
+        )
+    return int(text)
+
+
 def dispatch(
     prog: str,
     commands: Mapping[str, Callable[[Sequence[str]], int]],

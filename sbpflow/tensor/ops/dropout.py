@@ -17,6 +17,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sbpflow.errors import SbpError
 from sbpflow.runtime.random.streams import GAMMA, mix, stream_key
@@ -124,6 +125,7 @@ class _Counted(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (saved,) = ctx.saved_tensors
         if ctx.relu:

@@ -72,7 +72,8 @@ def batch_norm(
     the backward pass, adds up their gradients. ``running_mean`` and ``running_var`` ([n], with
     layout B) are updated in place with ``momentum``; ``running_var`` uses the variance with divisor
     b - 1. Evaluation uses these running statistics and does not communicate. The result equals that
-    of torch's BatchNorm1d in one process. Raise SbpError for a training batch of one row.
+    of torch's BatchNorm1d in one process. Raise SbpError for a training batch of one row,
+    or in a 16-bit dtype.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
@@ -81,6 +82,11 @@ def batch_norm(
             raise SbpError(f"batch_norm: {name} must have layout B, got {buffer!r}")
     if not training:
         return _by_running(x, weight, bias, running_mean, running_var, eps, id)
+    if x.dtype.itemsize < 4:
+        raise SbpError(
+            f"batch_norm: sums of squares over a batch exceed the range or precision of {x.dtype}; "
+            "convert the operands with ops.cast, for example to torch.float32"
+        )
     if x.shape[0] == 1:
         raise SbpError(
             "batch_norm: a batch of one row has no variance; train on batches of two or more "
