@@ -39,9 +39,8 @@ def embedding_server(argv: Sequence[str]) -> int:
         )
     from sbpflow.config.load import load_config
     from sbpflow.config.storage_rules import named_servers
-    from sbpflow.embedding.cache.server import EmbeddingServer
-    from sbpflow.embedding.cache.server_protocol import read_secret
     from sbpflow.models.registry import MODELS
+    from sbpflow.run.execution.servers import make_server
     from sbpflow.runtime.compute.devices import memory_bytes
 
     config = load_config(args.config, args.overrides, models=MODELS)
@@ -49,7 +48,7 @@ def embedding_server(argv: Sequence[str]) -> int:
     key, addresses, _ = named
     index = _index_of(args.index, len(addresses), key)
     limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
-    server = EmbeddingServer(read_secret(named.secret_file, named.key), int(limit))
+    server = make_server(named, int(limit))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
     if args.listener is None:
         listener = _listen(addresses[index], f"{key}.addresses")

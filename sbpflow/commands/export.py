@@ -153,8 +153,6 @@ def export_model(
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
-    # An export looks up no rows, so it needs no kernels.
-    config = replace(config, parallel=replace(config.parallel, kernel="auto", kernels={}))
     spec, plan = plan_run(
         config, fields, world_size=1, device_type="cpu", planned=planned, traced=False
     )

@@ -60,7 +60,7 @@ OTHER_OPTIONS = {
     *("--model", "--rows", "--part", "--engine", "--address", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),
     *("--host", "--shadow", "--index"),
-    *("--planner", "--planners", "--link", "--optimizer"),
+    *("--planner", "--planners", "--link", "--optimizer", "--seed"),
 }
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "train_wdl": train_wdl.main,

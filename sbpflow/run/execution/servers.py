@@ -5,8 +5,9 @@ import uuid
 from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
-from sbpflow.config.storage_rules import named_servers
+from sbpflow.config.storage_rules import NamedServers, named_servers
 from sbpflow.embedding.cache.remote_records import Servers
+from sbpflow.embedding.cache.server import EmbeddingServer
 from sbpflow.embedding.cache.server_protocol import read_secret
 from sbpflow.run.planning.cache_forecast import cached_stacks
 from sbpflow.run.planning.plan import RunPlan
@@ -15,6 +16,14 @@ from sbpflow.runtime.processes.environment import machine_name
 # Shorter than the ranks' own timeouts, so that a lost server is reported as such, not as a lost
 # rank.
 _SHARE_OF_TIMEOUT = 0.6
+
+
+def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
+    """Return a server that accepts ranks with the same secret.
+
+    Raises ConfigError if the secret file is missing or unsuitable.
+    """
+    return EmbeddingServer(read_secret(named.secret_file, named.key), memory_bytes)
 
 
 def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | None:
