@@ -141,6 +141,47 @@ def test_the_cost_models_have_the_recorded_errors():
     assert first in section
 
 
+def test_the_cost_models_were_compared_on_another_day():
+    links = ("loopback", "1gbit", "100mbit", "all")
+    days = [
+        {line["link"]: line for line in read(record)}
+        for record in ("planner_ablation.jsonl", "planner_ablation_zen3.jsonl")
+    ]
+    words = " ".join(PAGES["planner"].split())
+    *each, both = [days[1][link] for link in links]
+    unfitted = both["models"]["constants"]
+    assert f"{both['tasks']} tasks)" in words
+    over, width = 100 * unfitted["over"], 100 * unfitted["over interval"]
+    fits = [line["models"]["fit, shrunk toward the constants"] for line in each]
+    assert f"larger by {over:.1f} points (+- {width:.1f})" in words
+    assert " / ".join(f"{100 * m['step relative']:.0f}" for m in fits) + "%, and its" in words
+    assert " / ".join(f"{m['rank correlation']:.2f}" for m in fits) in words
+    # Pool the tasks of both days; with so many, an interval is 1.96 standard errors.
+    counts = [day["all"]["tasks"] for day in days]
+    means = [day["all"]["models"]["constants"]["over"] for day in days]
+    halves = [day["all"]["models"]["constants"]["over interval"] for day in days]
+    total = sum(counts)
+    mean = sum(n * m for n, m in zip(counts, means, strict=True)) / total
+    squares = sum(
+        (n - 1) * n * (half / 1.96) ** 2 + n * (m - mean) ** 2
+        for n, m, half in zip(counts, means, halves, strict=True)
+    )
+    half = 1.96 * (squares / (total - 1) / total) ** 0.5
+    assert f"of both days, by {100 * mean:.1f} points (+- {100 * half:.1f})" in words
+
+
+def test_unequal_rates_were_measured_again():
+    last = read("planner_regimes_1gbit_250mbit_zen3.jsonl")[-1]
+    words = " ".join(PAGES["planner"].split())
+    for name in ("greedies, best of 4", "embark"):
+        found = last["planners"][name]["all"]
+        low, high = found["interval"]
+        assert low < 0 < high
+        mean = 100 * found["slower_than_auto"]
+        assert f"at {mean:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f})" in words
+    assert f"is {100 * last['auto_over_fastest']:.1f}% above that of the fastest" in words
+
+
 def test_the_job_of_the_planner_took_the_recorded_times():
     table = PAGES["planner"].split("## Measured job time")[1].split("\n## ")[0]
     names = {"`auto`": "auto", "EMBark": "embark", "NeuroShard": "neuroshard"}
