@@ -38,6 +38,17 @@ def split_cells(line: str, schema: Schema) -> list[str]:
     return [cell or "" for cell in cells.row(0)]
 
 
+def split_record(text: bytes, quote: str | None) -> tuple[bytes, bytes]:
+    """Return the first record of ``text`` and the rest of the text. A newline inside quotes does
+    not end the record.
+    """
+    end = num_quotes = 0
+    while end < len(text) and (end == 0 or num_quotes % 2):
+        start, end = end, text.find(b"\n", end) + 1 or len(text)
+        num_quotes += 0 if quote is None else text.count(quote.encode(), start, end)
+    return text[:end], text[end:]
+
+
 def count_byte(text: bytes, byte: str) -> int:
     """Return the number of times that ``byte`` occurs in ``text``. Counting in cache-sized blocks
     with numpy is faster than ``bytes.count``.
@@ -56,8 +67,10 @@ def parse_table(
     keep_strings: bool = False,
 ) -> Piece:
     """Parse the records after ``skip`` header lines. ``columns`` are the columns in file order."""
+    num_extra = 0  # lines of the header beyond one per record
     for _ in range(skip):
-        text = text.partition(b"\n")[2]
+        header, text = split_record(text, schema.quote)
+        num_extra += max(header.count(b"\n") - 1, 0)
     quoted = schema.quote is not None and schema.quote.encode() in text
     if b"\r" in text and not quoted:  # inside quotes, \r is part of the cell
         text = text.replace(b"\r\n", b"\n")
@@ -83,7 +96,10 @@ def parse_table(
         bad.examples.append((row if numbers is None else numbers[row], reason, line, cell))
     for reason, count in piece.bad.counts.items():
         bad.counts[reason] = bad.counts.get(reason, 0) + count
-    bad.examples = sorted(bad.examples)[:5]
+    bad.examples = [
+        (row + num_extra, reason, line, cell)
+        for row, reason, line, cell in sorted(bad.examples)[:5]
+    ]
     return replace(piece, bad=bad)
 
 
