@@ -89,11 +89,13 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 def _with_rare(
     entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """Return the field's entry with two counts over all splits, where they apply: lookups of the
-    rare id, and dropped values.
+    """Return the field's entry with counts over all splits, where they apply: lookups of the rare
+    id, values of buckets that were clipped, and dropped values.
     """
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
+    if clamped := sum(record["clamped"].get(entry["name"], 0) for record in records):
+        entry = {**entry, "clamped": clamped}
     cut = sum(piece.cut.get(entry["name"], 0) for piece in staged)
     return {**entry, "cut": cut} if cut else entry
 

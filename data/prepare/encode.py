@@ -23,7 +23,14 @@ from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
 from sbpflow.data.prepare.workspace import read_record, write_record
-from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, RARE_ID, bucket_ids, transform
+from sbpflow.serving.cells import (
+    MISSING_ID,
+    MISSING_KEY,
+    RARE_ID,
+    bucket_ids,
+    clipped,
+    transform,
+)
 
 Record = dict[str, Any]
 
@@ -218,8 +225,7 @@ class _PieceEncoder:
             values = full[column.name].to_numpy().astype(np.float32)
             mask = missing[column.name].to_numpy()
             if column.buckets:
-                bounds = self._fitted[column.name]["bounds"]
-                buckets[column.name] = bucket_ids(values, mask, bounds)
+                buckets[column.name] = self._bucket_ids(column, values, mask)
             else:
                 columns += self._dense_columns(column, values, mask)
         for name in options.fields:
@@ -237,6 +243,13 @@ class _PieceEncoder:
                 )
         by_place = {str(place): array for place, array in enumerate(columns)}
         return pl.DataFrame(by_place).to_numpy(order="c")
+
+    def _bucket_ids(
+        self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]
+    ) -> NDArray[np.int32]:
+        inside = clipped(values, column.clip)
+        self.clamped[column.name] = int(np.count_nonzero((inside != values) & ~mask))
+        return bucket_ids(inside, mask, self._fitted[column.name]["bounds"])
 
     def _dense_columns(
         self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.schema import DenseColumn
+from sbpflow.serving.cells import clipped
 
 Values = NDArray[np.float32]
 
@@ -153,13 +154,6 @@ def values_of_order(keys: NDArray[np.uint32]) -> Values:
     return flipped.astype(np.uint32).view(np.float32)
 
 
-def clipped(values: Values, column: DenseColumn) -> Values:
-    """Clip the values, including infinite values, to the limits ``clip`` of the column."""
-    if column.clip is None:
-        return values
-    return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))
-
-
 class Fit:
     """Fits the constants of all columns. Separate objects can each process a part of the rows; the
     objects are then merged. If a column needs quantiles, all values must be added twice, with a
@@ -191,9 +185,9 @@ class Fit:
         """Add train values that are not missing, by column name."""
         for name, total in () if self._is_second else self._sums.items():
             column = self._by_name.get(name)
-            total.add(values[name] if column is None else clipped(values[name], column))
+            total.add(clipped(values[name], None if column is None else column.clip))
         for name, places in self._quantiles.items():
-            places.add(clipped(values[name], self._by_name[name]))
+            places.add(clipped(values[name], self._by_name[name].clip))
 
     def merge(self, other: "Fit") -> None:
         """Add the values that ``other`` has counted in the same pass."""

@@ -8,6 +8,7 @@ _LOG = logging.getLogger(__name__)
 
 _COUNTED = (
     ("dense", "clamped", "values clamped to `clip` or to the input range of their transform"),
+    ("fields", "clamped", "values clamped to `clip` in columns with buckets"),
     ("fields", "cut", "values dropped because a row had too many of them"),
     (
         "fields",

@@ -270,6 +270,13 @@ def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple
     return np.clip(out, -limit, limit).astype(np.float32), clamped
 
 
+def clipped(values: Floats, clip: Sequence[float] | None) -> Floats:
+    """Return the values, limited to the two numbers ``clip`` unless it is None."""
+    if clip is None:
+        return values
+    return np.clip(values, np.float32(clip[0]), np.float32(clip[1]))
+
+
 def transform(
     name: str,
     clip: Sequence[float] | None,
@@ -278,15 +285,12 @@ def transform(
     fitted: Mapping[str, float],
 ) -> tuple[Floats, int]:
     """Return a column's clipped and transformed values, and the number of clipped values."""
-    clamped = 0
-    if clip is not None:
-        low, high = (np.float32(end) for end in clip)
-        clamped = int(np.count_nonzero(((values < low) | (values > high)) & ~missing))
-        values = np.clip(values, low, high)
+    inside = clipped(values, clip)
+    clamped = int(np.count_nonzero((inside != values) & ~missing))
     if name == "standardise":
-        out, more = standardise(values, missing, fitted["mean"], fitted["std"])
+        out, more = standardise(inside, missing, fitted["mean"], fitted["std"])
     else:
-        out, more = FUNCTIONS[name](values, missing)
+        out, more = FUNCTIONS[name](inside, missing)
     return out, clamped + more
 
 

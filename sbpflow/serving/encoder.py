@@ -23,6 +23,7 @@ from sbpflow.serving.cells import (
     RARE_ID,
     Misfit,
     bucket_ids,
+    clipped,
     hashed_key_ids,
     is_missing,
     key_of,
@@ -325,7 +326,8 @@ class Encoder:
             values, missing = numbers[:, number], mask[:, number]
             if entry["bounds"] is not None:
                 place = self.id_columns[entry["name"]]
-                ids[:, place] = bucket_ids(values, missing, entry["bounds"])
+                inside = clipped(values, entry["clip"])
+                ids[:, place] = bucket_ids(inside, missing, entry["bounds"])
                 continue
             dense.append(transform(entry["transform"], entry["clip"], values, missing, entry)[0])
             if entry["indicator"]:

@@ -67,6 +67,7 @@ def transform_numbers(
             value = np.float32(numbers[row, column])
             absent = np.isnan(value)
             absences[column] += absent
+            value = min(max(value, clips[0, column]), clips[1, column])  # unused if absent
             if code == BUCKET:
                 first = 0 if column == 0 else ends[column - 1]
                 bucket = np.searchsorted(bounds[first : ends[column]], value, side="right")
@@ -74,7 +75,6 @@ def transform_numbers(
                 continue
             out = np.float32(0)
             if not absent:
-                value = min(max(value, clips[0, column]), clips[1, column])
                 if np.isinf(value):
                     return False
                 if code == LOG3:

@@ -296,6 +296,29 @@ def test_ids_equal_those_of_encode(loops, drawn):
         loader.close()
 
 
+def test_values_are_clipped_before_their_bucket_is_found(tmp_path, loops):
+    dense = {"d": {"clip": [0, 10], "buckets": 4}, "e": {"transform": "identity"}}
+    schema = {"label": "y", "separator": ",", "dense": dense, "sparse": {"s": "string"}}
+    lines_of(tmp_path / "t.csv", [{"d": n - 20, "e": n, "s": "a"} for n in range(40)])
+    new = [{"d": d, "e": 1, "s": "a"} for d in ("-5", "0", "10", "11", "inf", "-inf", "")]
+    lines_of(tmp_path / "new.csv", new)
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(schema, sort_keys=False))
+    words = ["--input", tmp_path / "t.csv", "--output", tmp_path / "set"]
+    words += ["--schema", tmp_path / "s.yaml", "--split", "time:1,0,0", "--crosses", "none"]
+    assert main(["prepare", *map(str, words)]) == 0
+    like = load_manifest(tmp_path / "set")
+    (entry,) = (entry for entry in like.content["fields"] if entry["name"] == "d")
+    assert entry["clamped"] == 20 + 9
+    manifest = encode([tmp_path / "new.csv"], tmp_path / "new", like=like.path, workers=1,
+                      max_bad_fraction=0.0)  # fmt: skip
+    names, matrix, _ = batch_of(manifest, "test")
+    low, high = matrix[1:3, names.index("d")]
+    assert low != high
+    assert matrix[:, names.index("d")].tolist() == [low, low, high, high, high, low, 0]
+    got = encoder_of(like, {}, tmp_path, loops).encode(new)
+    assert got.ids.tolist() == matrix.tolist()
+
+
 def check_equal(got, batch, manifest, growing):
     matrix = batch.ids if not manifest.lists else batch.ids.matrix
     column = 0
