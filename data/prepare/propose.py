@@ -183,7 +183,9 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
     if column.kind in ("integer", "real") and 2 <= column.distinct <= 2 * _MAX_SMALL:
         shares = {limit: _share(values >= limit) for limit in values.unique().sort()}
         limits = [limit for limit, share in shares.items() if share <= 0.6]
-        return (f'{{{name}: ">= {limits[0]:g}"}}', shares[limits[0]]) if limits else None
+        if limits:
+            limit = repr(limits[0]).removesuffix(".0")
+            return f'{{{name}: ">= {limit}"}}', shares[limits[0]]
     return None
 
 

@@ -177,6 +177,8 @@ def test_the_use_of_a_column_is_guessed(tmp_path, column, cells, line):
         ({"c": cycle("p", "q", "r"), "out": cycle("> 5", "< 5", "< 5")}, 'label: {out: ["> 5"]}'),
         ({"c": cycle("p", "q", "r"), "stars": cycle("1", "2", "3", "4", "5")},
          'label: {stars: ">= 3"}'),
+        ({"c": cycle("p", "q", "r"), "score": cycle("1234567", "1234568", "1234569")},
+         'label: {score: ">= 1234569"}'),
         ({"installed": cycle("true", "false"), "c": cycle("p", "q", "r"),
           "stars": cycle("1", "2", "3", "4", "5")}, "label: installed"),
         ({"flag": cycle("0", "1"), "c": cycle("p", "q", "r")}, "label:"),
