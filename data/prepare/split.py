@@ -1,5 +1,6 @@
 """Assign rows to train, val and test: by order, by date, by seeded ratio, or by file name."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ _EXAMPLES = (
     "file:val=day_22*,test=day_23*"
 )
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 SplitKind = Literal["time", "date", "ratio", "file", "test"]
@@ -159,7 +161,7 @@ def _by_date(text: str, rest: str) -> SplitRule:
         )
     (name,) = names
     for time in times:
-        if not time.lstrip("-").isdecimal():
+        if not _INTEGER.fullmatch(time):
             _moment(time, "date")
     return SplitRule("date", column=name, times=(times[0], times[-1]))
 
@@ -169,7 +171,7 @@ def _moment(text: str, kind: str) -> int:
     (UTC).
     """
     if kind == "integer":
-        if not text.lstrip("-").isdecimal():
+        if not _INTEGER.fullmatch(text):
             raise ConfigError(
                 f"--split: the time must be an integer, like the values of the column, got {text!r}"
             )

@@ -263,6 +263,7 @@ def test_a_file_in_another_format_is_refused_before_its_end(tmp_path):
         (["--split", "time:0.8,0.1"], "three fractions"),
         (["--split", "ratio:0.8,0.1,0.2"], "add up to 1"),
         (["--split", "weekday"], "time:0.8,0.1,0.1"),
+        (["--split", "time:ts<--5"], "the time must be a date"),
         (["--hash-size", "many"], "C3=1000000"),
         (["--hash-size", "C99=10"], "C99"),
         (["--min-count", "0"], "between 1 and"),
