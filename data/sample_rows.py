@@ -4,7 +4,7 @@ unknown, and missing values. Known values come from the vocabularies, not from i
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import polars as pl
 
 from sbpflow.data.bundle_input import Growing
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import Kind, Schema
+from sbpflow.data.format.schema import Kind, Schema, TimeKind
 from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
+from sbpflow.data.prepare.cells import time_text
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import unknown_value
@@ -23,8 +24,9 @@ from sbpflow.serving.cells import MISSING_KEY
 NUM_ROWS = 6
 _NUMBERS = {True: ("3", "0", "", "120", "-1", " +7"), False: ("1.5", "0", "", "1e2", "-.25", "nan")}
 _UNKNOWN = {"hex": "00000001", "integer": "-987654321", "string": "an unknown value"}
-_DAY = datetime(2024, 1, 31)
-_SIDE = {"hex": "0000000a", "integer": "10", "string": "a", "date": "2024-01-31"}
+_TIME = datetime(2024, 1, 31, tzinfo=UTC)
+_KEY = "00000010"
+"""A value of all kinds, because a group or row key column can also be a feature of another kind"""
 
 
 def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
@@ -40,7 +42,9 @@ def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
             keys, none = keys[keys != MISSING_KEY].view(np.uint64), np.empty(0, np.int32)
             vocabulary = Vocabulary(name, 0, keys, ids=none, counts=none.astype(np.int64))
         values[name] = _values(schema.kind(name), vocabulary, number)
-    side = dict(pair for pair in (schema.group, schema.time, schema.row_key) if pair)
+    side = dict.fromkeys(schema.shareable, _KEY)
+    if schema.time:
+        side[schema.time[0]] = _time(schema.time[1])
     rows: list[dict[str, Any]] = []
     for number in range(NUM_ROWS):
         row: dict[str, Any] = {} if schema.weight is None else {schema.weight: "1"}
@@ -50,9 +54,14 @@ def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
             row[name] = cell.replace(".", column.decimal)
         for name in schema.sparse:
             row |= _cells(schema, name, values[name], number)
-        row |= {name: _SIDE.get(kind) or _DAY.strftime(kind) for name, kind in side.items()}
-        rows.append(row)
+        rows.append(row | side)
     return rows
+
+
+def _time(kind: TimeKind) -> str:
+    if kind == "integer":
+        return _KEY
+    return time_text(_TIME, "%Y-%m-%d" if kind == "date" else kind)
 
 
 def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]:

@@ -6,7 +6,9 @@ a cell does not fit its column, or is missing although its column must have a va
 never guessed.
 """
 
+import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import polars as pl
@@ -49,6 +51,11 @@ _NAN = f"{NAN_PATTERN[:4]}^{NAN_PATTERN[4:]}$"
 _INFINITE = f"{INFINITE_PATTERN[:4]}^{INFINITE_PATTERN[4:]}$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
+_CODE = re.compile("%[-_0]?(.)")
+_HOURS, _MINUTES = set("HIkl"), set("McXTRrs+")
+"""Codes of ``strptime`` that contain an hour, and codes that contain minutes"""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MOMENT = datetime(2009, 5, 13, 16, 7, 8, 500_000, tzinfo=UTC)
 NOT_A_NUMBER, NOT_A_TIME, NOT_A_KEY = "is not a number", "is not a time", "is not a row key"
 
 Faults = dict[tuple[str, str], pl.Series]
@@ -67,7 +74,7 @@ def typed_piece(
     schema uses; if it has no label column, the rows are unlabeled. ``raw_row`` returns the original
     text of a row for error messages.
     """
-    absent = ["", *schema.missing_values]
+    absent = list(dict.fromkeys(["", *schema.missing_values]))
     frame = frame.with_columns(
         pl.col(pl.Float32, pl.Float64).fill_nan(None), pl.col(pl.String).replace(absent, None)
     )
@@ -313,7 +320,7 @@ def times(cells: pl.Series, kind: TimeKind) -> pl.Series:
             f"the kind of time must be date, integer, or a format such as %d/%m/%Y, got {kind!r}"
         )
     if cells.dtype == pl.String and kind != "date":
-        return cells.str.to_datetime(kind, strict=False, time_unit="us").cast(pl.Int64)
+        return _formatted_times(cells, kind)
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]
@@ -323,3 +330,39 @@ def times(cells: pl.Series, kind: TimeKind) -> pl.Series:
     if cells.dtype == pl.Date or isinstance(cells.dtype, pl.Datetime):
         return cells.cast(pl.Datetime("us")).cast(pl.Int64).alias(cells.name)
     return pl.repeat(None, len(cells), dtype=pl.Int64, eager=True).alias(cells.name)
+
+
+def _formatted_times(cells: pl.Series, form: str) -> pl.Series:
+    """Read times in the format ``form``, which has the codes of Python's ``strptime``.
+
+    For Polars, %f is a number of nanoseconds, but .%f can be written as %.f. Polars rejects hours
+    without minutes, so minutes are added to the format and to the cells. They come first, because a
+    %Z at the end would match them too.
+    """
+    form = form.replace(".%f", "%.f")
+    codes = set(_CODE.findall(form))
+    if codes & _HOURS and not codes & _MINUTES:
+        form, cells = f"%M:{form}", ("00:" + cells).alias(cells.name)
+    return cells.str.to_datetime(form, strict=False, time_unit="us").cast(pl.Int64)
+
+
+def time_text(moment: datetime, form: str) -> str:
+    """Return a time in the format ``form``."""
+    return moment.strftime(form.replace("%.f", ".%f"))
+
+
+def reads_times(form: str) -> bool:
+    """Return whether times in the format ``form`` can be read, which a sample time shows."""
+    if "f" in _CODE.findall(form.replace(".%f", "%.f")):
+        return False
+    try:
+        text = time_text(_MOMENT, form)
+        (time,) = times(pl.Series([text]), form)
+    except (ValueError, pl.exceptions.PolarsError):
+        return False
+    try:
+        expected = datetime.strptime(text, form.replace("%.f", ".%f"))
+    except ValueError:  # codes that only Polars supports, such as %e
+        return time is not None
+    expected = expected if expected.tzinfo else expected.replace(tzinfo=UTC)
+    return bool(time == (expected - _EPOCH) // timedelta(microseconds=1))

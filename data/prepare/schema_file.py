@@ -23,6 +23,7 @@ from sbpflow.data.format.schema import (
     comparison,
     is_wrong_comparison,
 )
+from sbpflow.data.prepare.cells import reads_times
 from sbpflow.errors import ConfigError
 from sbpflow.serving.cells import TRANSFORMS
 
@@ -193,7 +194,14 @@ class _Reader:
         value = raw.get("time")
         form = next(iter(value.values()), None) if isinstance(value, dict) else None
         forms = (form,) if isinstance(form, str) and "%" in form else ('"%d/%m/%Y"',)
-        return self.pair(raw, "time", ("date", "integer", *forms), "date")
+        time = self.pair(raw, "time", ("date", "integer", *forms), "date")
+        if time is not None and "%" in time[1]:
+            rule = (
+                "a format with codes of Python's strptime that contains the year, the month, and "
+                'the day, such as "%d/%m/%Y %H:%M"; %f must follow a point'
+            )
+            self.need(reads_times(time[1]), f"time {time[0]}", time[1], rule)
+        return time
 
     def dense(self, raw: object) -> tuple[DenseColumn, ...]:
         self.need(isinstance(raw, dict | list), "dense", raw, "names, or name: transform")

@@ -5,6 +5,7 @@ exactly.
 import errno
 import json
 import re
+from datetime import UTC, datetime
 
 import numpy as np
 import polars as pl
@@ -56,6 +57,44 @@ def test_a_year_has_four_digits(tmp_path):
     piece = parsed(tmp_path, "sparse: {C1: string}\ntime: ts\n", text)
     assert piece.bad.counts == {"ts is not a time (date)": 3}
     assert piece.frame[TIME].to_list() == [1714521600 * 10**6] * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "cell", "expected"),
+    [
+        ("%y%m%d%H", "14102103", "2014-10-21T03:00"),
+        ("%d/%m/%Y %I %p", "21/10/2014 03 PM", "2014-10-21T15:00"),
+        ("%Y-%m-%d %H %Z", "2014-10-21 03 UTC", "2014-10-21T03:00"),
+        ("%Y-%m-%d %H:%M %z", "2014-10-21 03:04 +0200", "2014-10-21T01:04"),
+        ("%Y-%m-%d %H:%M:%S.%f", "2014-10-21 03:04:05.500000", "2014-10-21T03:04:05.5"),
+        ("%Y-%m-%d %H:%M:%S%.f", "2014-10-21 03:04:05.25", "2014-10-21T03:04:05.25"),
+    ],
+)
+def test_a_time_is_read_by_the_codes_of_strptime(tmp_path, form, cell, expected):
+    schema = f"sparse: {{C1: string}}\ntime: {{ts: '{form}'}}\n"
+    piece = parsed(tmp_path, schema, f"1,a,{cell}\n0,a,x\n")
+    assert piece.bad.counts == {f"ts is not a time ({form})": 1}
+    moment = datetime.fromisoformat(expected).replace(tzinfo=UTC).timestamp()
+    assert piece.frame[TIME].to_list() == [moment * 10**6]
+
+
+@pytest.mark.parametrize(
+    "form", ["%H:%M", "%d/%m", "%Y-%m-%d %H:%M:%S,%f", "%Y-%m-%d %Q", "%Y-%m-%d %", "%Y-%m-%d %I"]
+)
+def test_a_format_that_cannot_be_read_is_refused_with_its_key(tmp_path, form):
+    with pytest.raises(ConfigError) as error:
+        schema_of(tmp_path, f"sparse: {{C1: string}}\ntime: {{ts: '{form}'}}\n")
+    assert f"schema.yaml: time ts is {form!r}; write a format with codes" in str(error.value)
+
+
+def test_a_name_in_the_header_may_have_several_lines(tmp_path):
+    text = 'label,"a\nnote, too",C1\n1,x,p\n0,x,q\n1,x\n'
+    manifest = prepared(tmp_path, "header: true\nsparse: {C1: string}\n", text)
+    assert manifest.content["bad_lines"] == {"2 fields instead of 3": 1}
+    assert all_words(manifest, "train").shape == (2, 2)
+    piece = parse_table(text.encode(), ("label", "a\nnote, too", "C1"),
+                        schema_of(tmp_path, "header: true\nsparse: {C1: string}\n"), 1)  # fmt: skip
+    assert [number for number, *_ in piece.bad.examples] == [3], "line 5 is line 3 after the first"
 
 
 @pytest.mark.parametrize("kind", [pl.Date, pl.Datetime("ms"), pl.Datetime("ns")])

@@ -13,6 +13,7 @@ from sbpflow.data.__main__ import main
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.schema_file import read_schema, schema_from
+from sbpflow.data.sample_rows import encode_sample, sample_rows
 from sbpflow.data.values import values_and_rows
 from sbpflow.errors import ConfigError
 from tests.data.rows import all_words
@@ -187,6 +188,19 @@ def test_a_column_can_be_a_feature_and_also_a_group_time_or_key(tmp_path):
     assert RowFiles(encoded, "test").part("time", 0, 60).tolist() == list(range(60))
 
 
+def test_sample_rows_fit_every_use_of_a_column(tmp_path):
+    lines = [f"{n % 2},{n % 5:08x},{n},141021{n % 24:02}\n" for n in range(60)]
+    (tmp_path / "t.csv").write_text("y,user,visit,hour\n" + "".join(lines))
+    schema = HEAD + (
+        "label: y\ndense: {visit: identity}\nsparse: {user: hex, hour: integer}\n"
+        "group: user\ntime: {hour: '%y%m%d%H'}\nrow_key: visit\n"
+    )
+    assert run(tmp_path, schema, tmp_path / "t.csv") == 0
+    manifest = load_manifest(tmp_path / "set")
+    rows = sample_rows(manifest, {})
+    assert encode_sample(rows, manifest, tmp_path).splits["test"] == len(rows)
+
+
 @pytest.mark.parametrize(("name", "separator"), [("n.csv", ","), ("n.tsv", "\t"), ("n.txt", "|")])
 def test_new_rows_in_text_are_found_by_their_header(tmp_path, name, separator):
     frame = pl.DataFrame(visits(60))
@@ -358,6 +372,13 @@ def test_a_table_with_accents_commas_dates_and_markers_of_missing_cells(tmp_path
     assert schema_from(manifest.content["schema"]).missing_values == ("NA", "?")
     values, known = values_and_rows(manifest, "note vendeur", None)
     assert (values.tolist(), known.tolist()) == ([3], [2])
+
+
+def test_a_marker_of_missing_cells_may_be_empty_or_repeated(tmp_path):
+    (tmp_path / "t.csv").write_text("y,c\n" + "1,a\n0,\n1,NA\n0,a\n")
+    schema = HEAD + "missing_values: ['', NA, NA]\nlabel: y\nsparse: {c: string}\n"
+    assert run(tmp_path, schema, tmp_path / "t.csv") == 0
+    assert ids_of(load_manifest(tmp_path / "set"), "c").tolist() == [2, 0, 0, 2]
 
 
 @pytest.mark.parametrize(
