@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.lists import SplitPart
-from sbpflow.data.format.manifest import MANIFEST, Manifest, Shard, load_manifest
+from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest, Shard, load_manifest
 from sbpflow.data.format.npy import read_array
 from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
@@ -50,13 +50,22 @@ class Scoring:
     ``inputs`` are files of raw rows, or the folder of one prepared set, whose ``split`` is scored.
     ``like`` is the run's set, which has the vocabularies. ``output`` is a file, for which only rank
     0 calls ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError
-    for a missing local input, a prepared set whose ids may have a different meaning, or an unknown
-    suffix.
+    for a missing local input, a prepared set whose ids may have a different meaning, an unknown
+    split, or an output without a name or with an unknown suffix.
     """
 
     def __init__(
         self, inputs: Sequence[str], output: Path, split: str, like: Manifest, *, overwrite: bool
     ) -> None:
+        if not output.name:
+            raise ConfigError(
+                f"--output {output} is not the name of a file or a new folder; use, for example, "
+                "--output scores.parquet"
+            )
+        if split not in SPLITS:
+            raise ConfigError(
+                f"split: {split!r} is not a split of a prepared set; use {' or '.join(SPLITS)}"
+            )
         self.is_folder = not output.suffix
         if output.suffix not in _WRITERS and not self.is_folder:
             raise ConfigError(

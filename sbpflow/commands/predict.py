@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sbpflow.runtime.files.remote_path import AnyPath
     from sbpflow.runtime.ranks.topology import Topology
 
-_BLOCK_ROWS = 1_000_000
+_BLOCK_ROWS, _SPLIT = 1_000_000, "test"
 
 
 def predict(argv: Sequence[str]) -> int:
@@ -54,14 +54,11 @@ def _predict(argv: Sequence[str]) -> int:
     text = "a .parquet, .csv or .tsv file, or a folder of Parquet files (no suffix)"
     add("--output", type=local_path, required=True, metavar="PATH", help=text)
     text = f"rows per file if the output is a folder (default {_BLOCK_ROWS:,})"
-    add("--block-rows", type=int, default=_BLOCK_ROWS, metavar="N", help=text)
-    add("--split", default="test", choices=("train", "val", "test"), help="split of a prepared set")
-    add(
-        "--max-bad-fraction",
-        type=float,
-        default=0.0,
-        help="fraction of raw rows that may be skipped",
-    )
+    add("--block-rows", type=int, metavar="N", help=text)
+    text = f"split of a prepared set (default {_SPLIT})"
+    add("--split", choices=("train", "val", "test"), help=text)
+    text = "fraction of raw rows that may be skipped (default 0)"
+    add("--max-bad-fraction", type=float, metavar="F", help=text)
     add("--overwrite", action="store_true", help="replace existing scores")
     add_engine(parser, default="ranks")
     args = parser.parse_intermixed_args(argv)
@@ -73,19 +70,23 @@ def _predict(argv: Sequence[str]) -> int:
     from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.training.report import setup_logging
 
-    if args.block_rows < 1:
-        parser.error(f"--block-rows must be 1 or more, got {args.block_rows}")
+    block_rows: int = _BLOCK_ROWS if args.block_rows is None else args.block_rows
+    if block_rows < 1:
+        parser.error(f"--block-rows must be 1 or more, got {block_rows}")
     checkpoint, config = saved_run(args)
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
-    scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+    split: str = args.split or _SPLIT
+    scoring = Scoring(args.input, args.output, split, like, overwrite=args.overwrite)
+    _refuse_unused(args, scoring)
+    bad: float = args.max_bad_fraction or 0.0
     if args.engine != "ranks":
         gc.enable()
         setup_logging(0)
-        _predict_as_tasks(args, checkpoint, config, scoring)
+        _predict_as_tasks(args, checkpoint, config, scoring, block_rows, bad)
         return 0
     blocks = None
     if scoring.is_folder:
-        blocks = blocks_of(scoring, args.block_rows, checkpoint, config)
+        blocks = blocks_of(scoring, block_rows, checkpoint, config)
 
     def joined(rank: int) -> None:
         setup_logging(rank)
@@ -97,7 +98,7 @@ def _predict(argv: Sequence[str]) -> int:
             config,
             scoring,
             opened,
-            bad=args.max_bad_fraction,
+            bad=bad,
             joined=joined,
             blocks=blocks,
         )
@@ -110,8 +111,34 @@ def _predict(argv: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_unused(args: argparse.Namespace, scoring: "Scoring") -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    if args.block_rows is not None and not scoring.is_folder:
+        raise ConfigError(
+            f"--block-rows needs a folder as the output, but --output is the file "
+            f"{scoring.output}; remove --block-rows, or use, for example, --output "
+            f"{scoring.output.with_suffix('')}"
+        )
+    if args.split is not None and not scoring.is_set:
+        raise ConfigError(
+            f"--split {args.split} needs a prepared set as the input, but --input "
+            f"{args.input[0]} contains raw rows, which are all scored; remove --split"
+        )
+    if args.max_bad_fraction is not None and scoring.is_set:
+        raise ConfigError(
+            f"--max-bad-fraction {args.max_bad_fraction:g} needs raw rows as the input, but "
+            f"--input {args.input[0]} is a prepared set, whose rows are all valid; remove "
+            "--max-bad-fraction"
+        )
+
+
 def _predict_as_tasks(
-    args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
+    args: argparse.Namespace,
+    checkpoint: "Checkpoint",
+    config: "Config",
+    scoring: "Scoring",
+    block_rows: int,
+    bad: float,
 ) -> None:
     """Encode raw rows, and score blocks as tasks of the engine that ``--engine`` names. Each worker
     loads the model.
@@ -132,11 +159,11 @@ def _predict_as_tasks(
         )
     logger = logging.getLogger(__name__)
     logger.info("%s", weights_text(checkpoint))
-    blocks, options = blocks_of(scoring, args.block_rows, checkpoint, config), engine_options(args)
+    blocks, options = blocks_of(scoring, block_rows, checkpoint, config), engine_options(args)
     with ExitStack() as opened:
-        open_output(scoring, blocks, args.max_bad_fraction, opened)
+        open_output(scoring, blocks, bad, opened)
         if not blocks.is_encoded():
-            scoring.encode(args.max_bad_fraction, options, args.workers)
+            scoring.encode(bad, options, args.workers)
             blocks.encoded()
         manifest = scoring.manifest()
         every = blocks.blocks(manifest)
@@ -147,7 +174,7 @@ def _predict_as_tasks(
         home = Home.of(blocks.mark)
         model = _ModelOnWorker(
             checkpoint.path.absolute(),
-            *(scoring.rows.absolute(), scoring.split, scoring.output.absolute(), args.block_rows),
+            *(scoring.rows.absolute(), scoring.split, scoring.output.absolute(), block_rows),
             *(args.model, tuple(args.optimizer), tuple(args.overrides)),
             home.text,
         )

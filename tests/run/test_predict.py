@@ -296,6 +296,27 @@ def test_unsuitable_sets_are_rejected_before_anything_is_scored(run, folder, tmp
         check_ids(load_manifest(tmp_path / "other"), like)
     scoring = Scoring([str(folder / "set")], tmp_path / "s.csv", "val", like, overwrite=False)
     assert scoring.manifest().splits["val"] > 0
+    with pytest.raises(ConfigError, match=r"'validation' is not a split .* use train or val or"):
+        Scoring(["set"], tmp_path / "s.csv", "validation", like, overwrite=False)
+
+
+@pytest.mark.parametrize("output", [".", "/"])
+def test_an_output_without_a_name_is_refused(run, folder, output):
+    with pytest.raises(ConfigError, match=rf"--output {output} is not the .* scores\.parquet"):
+        predict(words(run, folder / "set", Path(output)))
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("set", ("--block-rows", "5"), r"--block-rows needs a folder .*--output .*/s$"),
+        ("t.csv", ("--split", "test"), "--split test needs a prepared set .* remove --split"),
+        ("set", ("--max-bad-fraction", "0"), "--max-bad-fraction 0 needs raw rows"),
+    ],
+)
+def test_an_option_without_effect_is_refused(run, folder, tmp_path, source, more, message):
+    with pytest.raises(ConfigError, match=message):
+        predict(words(run, folder / source, tmp_path / "s.parquet", *more))
 
 
 def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
