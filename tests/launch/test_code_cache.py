@@ -185,6 +185,20 @@ def test_a_folder_that_cannot_be_created_is_a_warning(tmp_path, monkeypatch, cap
     assert str(tmp_path / "file") in message
 
 
+def test_a_user_without_a_home_folder_has_no_cache(monkeypatch, caplog):
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert code_cache("numba") is None
+    assert code_cache("inductor") is None
+    (message,) = caplog.messages
+    assert "compiled code is not cached" in message
+    assert "set XDG_CACHE_HOME to a folder that you own" in message
+
+
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_torch_compile_caches_code_in_the_users_cache(folder, monkeypatch, by_torch):
     """torch's default folder has a predictable name in the shared temporary folder."""

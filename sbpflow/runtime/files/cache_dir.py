@@ -11,6 +11,7 @@ import os
 import stat
 from pathlib import Path
 
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.processes.environment import env_int
 
 LOG = logging.getLogger(__name__)
@@ -21,10 +22,18 @@ _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 
 def cache_dir() -> Path:
     """Return the user's cache folder for sbpflow according to the XDG base directory
-    specification."""
+    specification. Raises ConfigError if the user has no home folder.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "sbpflow"
+    if given and Path(given).is_absolute():
+        return Path(given) / "sbpflow"
+    try:
+        return Path.home() / ".cache" / "sbpflow"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no folder for caches, because HOME is not set and user {os.geteuid()} has "
+            "no home folder; set XDG_CACHE_HOME to a folder that you own (for example, $PWD/cache)"
+        ) from error
 
 
 def make_private(folder: Path) -> None:
@@ -41,7 +50,12 @@ def code_cache(name: str) -> Path | None:
     Returns None if the folder cannot be created or if another user could have written to it. In
     both cases, the first rank of each machine logs one warning.
     """
-    return _checked(cache_dir() / name)
+    try:
+        folder = cache_dir() / name
+    except ConfigError as error:
+        _warn_once(f"compiled code is not cached, so code is recompiled at every start: {error}")
+        return None
+    return _checked(folder)
 
 
 @functools.cache
@@ -56,15 +70,18 @@ def _checked(folder: Path) -> Path | None:
         problem = str(error)
     if not problem:
         return folder
-    if env_int("LOCAL_RANK", 0) == 0:
-        LOG.warning(
-            "compiled code is not cached in %s, so code is recompiled at every start: %s; cached "
-            "code is executed, so nobody else may have write access to the folder: remove it, or "
-            "set XDG_CACHE_HOME to a folder that you own",
-            folder,
-            problem,
-        )
+    _warn_once(
+        f"compiled code is not cached in {folder}, so code is recompiled at every start: "
+        f"{problem}; cached code is executed, so nobody else may have write access to the folder: "
+        "remove it, or set XDG_CACHE_HOME to a folder that you own"
+    )
     return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    if env_int("LOCAL_RANK", 0) == 0:
+        LOG.warning("%s", text)
 
 
 def _other_writer(folder: Path) -> str:
