@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,15 @@ class Misfit(ValueError):
 
 def is_missing(cell: object) -> bool:
     """Return True for None, NaN, an empty string, and pandas' NA (recognized by its class name)."""
-    if cell is None or cell == "":
+    if cell is None:
         return True
-    return (isinstance(cell, float) and math.isnan(cell)) or type(cell).__name__ == "NAType"
+    if isinstance(cell, str):  # comparing NA or an array with "" does not return a bool
+        return cell == ""
+    if isinstance(cell, float):
+        return math.isnan(cell)
+    if isinstance(cell, Decimal):
+        return cell.is_nan()
+    return type(cell).__name__ == "NAType"
 
 
 def real_number(cell: object, decimal: str = ".") -> float:
@@ -72,7 +79,7 @@ def real_number(cell: object, decimal: str = ".") -> float:
         if _NAN.fullmatch(cell):
             return math.nan
         raise Misfit
-    if isinstance(cell, bool | int | float):
+    if isinstance(cell, bool | int | float | Decimal):
         try:
             return float(cell)
         except OverflowError as error:
@@ -97,6 +104,8 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
     """Return the 64-bit key of a category that is not missing, and its check value, which is 0
     unless ``kind`` is string.
     """
+    if isinstance(cell, Decimal):  # ``prepare`` also reads decimals as float64
+        cell = float(cell)
     if isinstance(cell, int | float):
         cell = _number_text(cell, kind)
         if isinstance(cell, int):

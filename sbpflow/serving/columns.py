@@ -62,6 +62,7 @@ class RawRows:
         """Return the required columns as arrays, masked arrays, or lists of cells."""
         if isinstance(rows, Mapping) or hasattr(rows, "columns"):
             names = list(getattr(rows, "column_names", None) or getattr(rows, "columns", rows))
+            _check_distinct(names)
             self.check_names(0, names)
             return {name: _cells(rows[name]) for name in self.required}
         if not len(rows):
@@ -95,8 +96,7 @@ class RawRows:
         """
         if names and names[0].startswith("\ufeff"):
             raise RowError(0, None, names[0], "begins with a byte order mark; remove it")
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise RowError(0, twice[0], list(names), "names this column twice; rename one of them")
+        _check_distinct(names)
         self.check_names(0, names)
 
     def file_columns(self, num_cells: int) -> list[str]:
@@ -129,6 +129,13 @@ class RawRows:
                 raise RowError(number, None, separator.join(row), rule)
         places = {name: place for place, name in enumerate(names)}
         return {name: [row[places[name]] for row in rows] for name in self.required}
+
+
+def _check_distinct(names: Sequence[str]) -> None:
+    """Raise RowError for the first name that occurs twice."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(0, twice, list(names), "names this column twice; rename one of them")
 
 
 def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
@@ -201,9 +208,11 @@ def _cells(column: Any) -> Any:
         return list(column)
     # pandas columns have no ``null_count``; their float arrays mark missing values with NaN
     count = getattr(column, "null_count", int)
-    if str(column.dtype).lower().startswith(_NUMBERS) and not count():
+    dtype = str(column.dtype).lower()
+    if dtype.startswith(_NUMBERS) and not count():
         array = column.to_numpy()
-        if array.dtype != object:
+        # pandas converts nullable integers with missing values to floats, which can round them
+        if array.dtype.kind == dtype[0].replace("d", "f"):
             return array
     return column.to_list()
 
@@ -243,11 +252,14 @@ def _weight(cell: Any) -> float:
 
 def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
     """Return the value and the weight of a list element: text such as ``a:0.5``, where ``mark`` is
-    ":", or a mapping with two values.
+    ":", or a mapping that contains a value and then its weight. Raises Misfit for other mappings.
     """
     if isinstance(element, Mapping):
-        value, weight = element.values()
-        return value, weight
+        names = list(element)
+        # Mappings are read by position, so a weight in the first place would be read as the value.
+        if len(names) != 2 or str(names[0]).lower().startswith("weight"):
+            raise Misfit
+        return element[names[0]], element[names[1]]
     value, separator, weight = str(element).rpartition(mark)
     return (value, weight) if separator else (element, None)
 
@@ -265,7 +277,11 @@ def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
         elements = _flat(plain(raw), separator)
         own: list[Any] = [1.0] * len(elements)
         if inline is not None:
-            pairs = [_pair_of(each, inline) for each in elements]
+            try:
+                pairs = [_pair_of(each, inline) for each in elements]
+            except Misfit as error:
+                rule = "has an element that is not a value and then its weight"
+                raise RowError(row, name, raw, rule) from error
             elements, own = [value for value, _ in pairs], [_weight(w) for _, w in pairs]
         if others is not None:
             own = [_weight(each) for each in _flat(plain(cells[others][row]), separator)]

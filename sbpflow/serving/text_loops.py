@@ -62,7 +62,10 @@ def _real(text: Array, at: int, stop: int, powers: Array) -> tuple[float, bool]:
         return 0.0, False
     if at < stop and (text[at] == 101 or text[at] == 69):
         at += 1
-        at += at < stop and text[at] == _PLUS
+        if at < stop and text[at] == _PLUS:
+            at += 1
+            if at < stop and text[at] == _MINUS:
+                return 0.0, False
         if at == stop:
             return 0.0, False
         exponent, fits = _integer(text, at, stop, 3)

@@ -4,12 +4,15 @@ loops.
 
 import csv
 import tempfile
+from decimal import Decimal
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -23,9 +26,10 @@ from sbpflow.data.format.schema import DenseColumn
 from sbpflow.data.prepare.cells import _dense
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.new_rows import encode
+from sbpflow.data.prepare.tables import plain_types
 from sbpflow.serving import cells
 from sbpflow.serving import encoder as encoder_module
-from sbpflow.serving.columns import RowError
+from sbpflow.serving.columns import RawRows, RowError, read_list
 from sbpflow.serving.encoder import Cells, Encoder, Vocabularies
 from sbpflow.serving.row_store import Tensors
 
@@ -34,7 +38,8 @@ ODD = ["NA", "", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.
        "2147483647", "2147483648",
        "-2147483648", "99999999999", "9223372036854775807", "9223372036854775808",
        "-9223372036854775808", "0" * 30 + "7", "0123abCD", "0123abcg", "\u0665", "a,b", 'say "x"',
-       "two\nlines", "p|q", "a:b", "3.4028236e38", "123456789012345678", "1_0"]  # fmt: skip
+       "two\nlines", "p|q", "a:b", "3.4028236e38", "123456789012345678", "1_0",
+       "1e+-5"]  # fmt: skip
 TYPED = [None, 0, 1, -1, 7, 2**31, -(2**63), 2**63 - 1, 2**32 - 1]
 FLOATS = [None, float("nan"), 0.0, -0.0, 7.0, 7.5, 1e300, -1e39, float("inf"), 2.0**63, -(2.0**63)]
 TEXT = st.one_of(st.sampled_from(ODD), st.text(max_size=6))
@@ -167,6 +172,53 @@ def test_numbers_equal_those_of_prepare(whole, decimal, values):
     with np.errstate(over="ignore"):
         got = [v if v in (None, "misfit") else float(np.float32(v)) for v in got]
     assert [None if v != v else v for v in got] == wanted
+
+
+@pytest.mark.parametrize("kind", ["hex", "integer", "string"])
+def test_decimals_are_read_as_by_prepare(kind):
+    values = [Decimal("7"), Decimal("7.5"), Decimal("-3"), None]
+    series = plain_types(pl.Series("c", values, dtype=pl.Decimal(10, 2)).to_frame())["c"]
+    assert [found(cells.real_number, value) for value in values] == series.to_list()
+    keys = key_of(series, kind)
+    misfit = (series.is_not_null() & keys.is_null()).to_list()
+    if kind == "string":
+        keys = with_string_keys(keys.to_frame(), ["c"])["c"]
+    wanted = ["misfit" if bad else key for bad, key in zip(misfit, keys, strict=True)]
+    got = [found(cells.key_of, value, kind) for value in values]
+    assert [key[0] if isinstance(key, tuple) else key for key in got] == wanted
+
+
+def raw_rows(name: str, kind: str) -> RawRows:
+    """Return the format of rows with one column."""
+    columns = [{"name": name, "kind": kind, "required": True}]
+    return RawRows(
+        {"columns": columns, "separator": ",", "quote": None, "header": True, "missing_values": []}
+    )
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "UInt64"])
+def test_large_integers_next_to_missing_values_are_exact(dtype):
+    frame = pd.DataFrame({"key": pd.array([2**53 + 1, None], dtype=dtype)})
+    raw = raw_rows("key", "integer")
+    assert raw.columns_of(frame)["key"] == [2**53 + 1, pd.NA]
+    assert isinstance(raw.columns_of(frame[:1])["key"], np.ndarray)
+
+
+def test_tables_with_a_repeated_column_name_are_refused():
+    frame = pd.DataFrame([[1, 2]], columns=["key", "key"])
+    for table in (frame, pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["key", "key"])):
+        with pytest.raises(RowError, match=r"row 0, column 'key': .* names this column twice"):
+            raw_rows("key", "integer").columns_of(table)
+
+
+def test_pairs_of_a_list_must_be_a_value_and_then_its_weight():
+    options = {"separator": "|", "most": 3, "beyond": "error", "weights": None, "inline": ":"}
+    entry = {"name": "c", "kind": "integer", "list": options}
+    lists = read_list(entry, {"c": [[], [{"value": 7, "weight": 2.0}]]})
+    assert (lists.values, lists.weights.tolist()) == ([7], [2.0])
+    for wrong in ({"Weight": 2, "value": 7}, {"value": 7}, {"value": 7, "weight": 2, "more": 1}):
+        with pytest.raises(RowError, match=r"row 1, column 'c': .* not a value and then its"):
+            read_list(entry, {"c": [[], [wrong]]})
 
 
 NAMES = st.sampled_from("abcdefgh")
@@ -420,6 +472,14 @@ def test_lists_of_common_types_need_no_python_per_cell(plain_encoders):
         cells = Cells.empty(2, 2, 3)
         assert not compiled.read_lists({**columns, name: [columns[name][0], cell]}, cells)
         assert not any(part.any() for part in cells), "the cells must be read again"
+
+
+def test_an_exponent_with_two_signs_is_not_a_number(plain_encoders):
+    row = {"whole": 1, "real": "1e+5", "hex": "0000000A", "integer": 3, "string": "s1"}
+    for encoder in plain_encoders:
+        assert encoder.encode([row]).dense.tolist() == [[1.0, 1e5]]
+        with pytest.raises(RowError, match=r"row 1, column 'real': '1e\+-5' must be a number"):
+            encoder.encode([row, {**row, "real": "1e+-5"}])
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
