@@ -120,12 +120,21 @@ def _compile(model: Model) -> None:
     """
     content, names = model.content["input"], [column.name for column in model.columns]
     model.encode_json(json.dumps([dict.fromkeys(names)]).encode())
-    lines = [names] * content["header"] + [[""] * len(names)]
+    separator, quote = content["separator"], content["quote"]
+    lines = [[_quoted(name, separator, quote) for name in names]] * content["header"]
+    lines.append([""] * len(names))
     if len(names) > 1:  # a blank line is not a row
-        model.score("\n".join(content["separator"].join(line) for line in lines))
+        model.score("\n".join(map(separator.join, lines)))
     score = np.array([0.5], dtype=np.float32)
     format_of(TEXT).write(score, "", "")
     Metrics({"": ()}, 1).worker(0)[""].observe("score", score)
+
+
+def _quoted(cell: str, separator: str, quote: str | None) -> str:
+    """Return a cell as it is written in a text line."""
+    if quote is None or not any(mark in cell for mark in (separator, quote, "\n", "\r")):
+        return cell
+    return quote + cell.replace(quote, quote + quote) + quote
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -136,9 +145,10 @@ def _listen(host: str, port: int) -> socket.socket:
         # 40 ms until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror or error}; use an address of this "
+            f"--host {host} --port {port}: {reason}; use an address of this "
             "machine, and a free port (0 chooses one)"
         ) from error
 

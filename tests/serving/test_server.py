@@ -18,6 +18,7 @@ from benchmarks.serving_load import request
 from benchmarks.serving_tools import Chain, Server, name_of, serving
 from sbpflow.commands.serve import folders_of, serve
 from sbpflow.errors import ConfigError
+from sbpflow.serving import server as server_module
 from sbpflow.serving.bodies import ARROW, JSON, TEXT
 from sbpflow.serving.scorer import Model, load
 from tests.data.tables import write_csv
@@ -420,6 +421,19 @@ def test_a_damaged_bundle_is_refused_at_the_start(exported, tmp_path):
     (tmp_path / "model" / "sample.json").write_text(json.dumps(sample))
     with pytest.raises(RuntimeError, match="row 0 must score"), serving(tmp_path / "model"):
         pass
+
+
+def test_column_names_that_need_quotes_are_served(exported, tmp_path):
+    shutil.copytree(exported / "model", tmp_path / "model")
+    for file in ("model.json", "sample.json"):
+        path = tmp_path / "model" / file
+        path.write_text(path.read_text().replace('"price"', json.dumps('price, "EUR"')))
+    server_module._compile(load(tmp_path / "model"))
+
+
+def test_an_invalid_host_name_is_refused():
+    with pytest.raises(ConfigError, match=r"--host a\.\.b --port 0: .*; use an address of this"):
+        server_module._listen("a..b", 0)
 
 
 @pytest.mark.parametrize(
