@@ -129,7 +129,8 @@ class DeltaWriter:
     values.
 
     Call ``append`` with the rows of each tensor in order, in pieces of any size, and then
-    ``close``, which publishes the delta and returns its digest.
+    ``close``, which publishes the delta and returns its digest. An existing delta with the same
+    number is replaced.
     """
 
     def __init__(
@@ -185,7 +186,13 @@ class DeltaWriter:
             file.write(json.dumps(whole, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        # A damaged delta is moved aside first, because a folder can only replace an empty folder.
+        damaged = self._target.with_name(f".{self._target.name}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        if self._target.exists():
+            self._target.rename(damaged)
         self._work.rename(self._target)
+        shutil.rmtree(damaged, ignore_errors=True)
         return digest
 
 

@@ -104,6 +104,17 @@ def test_a_gap_or_another_chain_is_refused(bundle: Path):
         read_delta(bundle, 4, base=base, previous=first)
 
 
+def test_a_damaged_delta_can_be_written_again(bundle: Path):
+    base = digest_of(bundle)
+    write(bundle, 1, base)
+    folder = delta_folder(bundle, 1)
+    (folder / VALUES_FILE).write_bytes(b"")
+    (folder.parent / ".000001.damaged" / "left over").mkdir(parents=True)
+    digest = write(bundle, 1, base)
+    assert read_delta(bundle, 1, base=base, previous=base).digest == digest
+    assert [path.name for path in folder.parent.iterdir()] == ["000001"]
+
+
 @pytest.mark.parametrize("file", [DELTA_FILE, VALUES_FILE])
 def test_every_damaged_byte_is_noticed(bundle: Path, file: str):
     base = digest_of(bundle)
