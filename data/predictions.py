@@ -156,12 +156,7 @@ class Scoring:
     def manifest(self) -> Manifest:
         """Return the manifest of the set whose rows are to be scored."""
         manifest = load_manifest(self.rows)
-        if not manifest.splits[self.split]:
-            names = ", ".join(name for name, rows in manifest.splits.items() if rows)
-            raise ConfigError(
-                f"--split: the split {self.split} of {self.rows} has no rows; use a split with "
-                f"rows ({names}), for example, --split {names.split(', ')[0]}"
-            )
+        check_split(manifest, self.split, self.rows)
         return manifest
 
     def write(self, scores: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
@@ -233,6 +228,16 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
         f"--input: the ids in {manifest.path} are not from the model's vocabulary; use the raw "
         f"rows as input, or encode them with `sbpflow encode --like {like.origin}`"
     )
+
+
+def check_split(manifest: Manifest, split: str, name: object) -> None:
+    """Raise ConfigError if the split has no rows; ``name`` is the set's path in the message."""
+    if not manifest.splits[split]:
+        names = ", ".join(name for name, rows in manifest.splits.items() if rows)
+        raise ConfigError(
+            f"--split: the split {split} of {name} has no rows; use a split with "
+            f"rows ({names}), for example, --split {names.split(', ')[0]}"
+        )
 
 
 def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str, pl.Series]":

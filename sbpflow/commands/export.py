@@ -15,8 +15,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
-    from sbpflow.config.data_cache import DataCache
-    from sbpflow.config.schema import Config
+    from sbpflow.config.schema import Config, DataConfig
     from sbpflow.data import Manifest
     from sbpflow.data.bundle_input import Growing, SavedKeys
     from sbpflow.run.export.bundle import BundleModel, RawInput
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from sbpflow.run.model.spec import ModelSpec
     from sbpflow.runtime.files.remote_path import AnyPath
     from sbpflow.serving.scorer import Model
+
+_EVERY_SECONDS, _DELTAS = 10.0, 24
 
 
 def _arguments(argv: Sequence[str]) -> Namespace:
@@ -43,9 +44,8 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         "run's set)"
     )
     add("--score", type=any_path, metavar="SET", help=text)
-    add(
-        "--split", default="test", choices=("train", "val", "test"), help="split of the --score set"
-    )
+    text = "split of the set to score (default: test)"
+    add("--split", choices=("train", "val", "test"), help=text)
     text = (
         "also write model.pt2, the whole model for torch.export.load; needs 3x the model's memory"
     )
@@ -55,25 +55,36 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--onnx", action="store_true", help="also write the dense part for ONNX (dense.onnx)")
     text = "export every new checkpoint of this run, as a delta or a new bundle, until the run ends"
     add("--follow", type=any_path, metavar="RUN", help=text)
-    text = "minimum time between exports with --follow (default 10)"
-    add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
-    add(
-        "--deltas",
-        type=int,
-        default=24,
-        metavar="N",
-        help="number of deltas after each bundle with --follow",
-    )
+    text = f"minimum time between exports with --follow (default: {_EVERY_SECONDS:g})"
+    add("--every-seconds", type=float, metavar="S", help=text)
+    text = f"number of deltas after each bundle with --follow (default: {_DELTAS})"
+    add("--deltas", type=int, metavar="N", help=text)
     add("--parent", type=int, help=SUPPRESS)  # the export stops when this process ends
     args = parser.parse_intermixed_args(argv)
     if (args.checkpoint is None) == (args.follow is None):
         parser.error("use either --checkpoint DIR or --follow RUN")
+    _check_used(parser, args)
+    args.every_seconds = _EVERY_SECONDS if args.every_seconds is None else args.every_seconds
+    args.deltas = _DELTAS if args.deltas is None else args.deltas
     if not args.every_seconds >= 0 or args.deltas < 0:
         parser.error(
             "--every-seconds and --deltas must be 0 or more, got "
             f"{args.every_seconds} and {args.deltas}"
         )
     return args
+
+
+def _check_used(parser: ArgumentParser, args: Namespace) -> None:
+    """Raise ConfigError for an option that has no effect, because of --checkpoint or --follow."""
+    if args.follow is not None:
+        reason = "--follow, which exports every new checkpoint and does not score it"
+        given = {f"--{args.which}": args.which, "--score": args.score, "--split": args.split}
+    else:
+        reason = "--checkpoint, which exports a single bundle"
+        given = {"--every-seconds": args.every_seconds, "--deltas": args.deltas}
+    for option, value in given.items():
+        if value is not None:
+            parser.error(f"{option} has no effect with {reason}; remove {option}")
 
 
 def export(argv: Sequence[str]) -> int:
@@ -87,7 +98,8 @@ def export(argv: Sequence[str]) -> int:
         return follow(args)
     checkpoint, config = saved_run(args)
     print(weights_text(checkpoint))
-    options: dict[str, Any] = {"rows": args.rows, "scored": args.score, "split": args.split}
+    options: dict[str, Any] = {"rows": args.rows, "scored": args.score}
+    options["split"] = args.split or "test"
     options |= {"pt2": args.pt2, "compiled": args.compile, "onnx": args.onnx}
     files: Sequence[AnyPath]
     if isinstance(args.output, RemotePath):
@@ -158,7 +170,7 @@ def export_model(
     )
     manifest = None
     if measured:
-        manifest = _labelled_set(scored or config.data.path, row_format, like, config.data.cache)
+        manifest = _labelled_set(scored, split, row_format, like, config.data)
     keyed = {field.name for field in fields.ids if field.keyed}
     tables = GrowingTables(checkpoint, plan.embeddings, keyed, has_spare_rows=has_spare_rows)
     growing = _saved_keys(tables)
@@ -202,21 +214,32 @@ def export_model(
 
 
 def _labelled_set(
-    path: "AnyPath | None", row_format: "RowFormat", like: "Manifest", cache: "DataCache"
+    scored: "AnyPath | None",
+    split: str,
+    row_format: "RowFormat",
+    like: "Manifest",
+    data: "DataConfig",
 ) -> "Manifest | None":
-    """Return the set to score.
+    """Return the set to score: ``scored`` or, by default, the run's set if it exists and ``split``
+    has rows.
 
-    Raises ConfigError if low-precision rows are requested and there is no set to score.
+    Raises ConfigError if ``scored`` is given or low-precision rows are requested, and there are no
+    rows to score.
     """
     from sbpflow.data import load_manifest
-    from sbpflow.data.predictions import check_ids
+    from sbpflow.data.predictions import check_ids, check_split
     from sbpflow.run.export.export import check_unscored
 
-    if path is None or (isinstance(path, Path) and not path.is_dir()):
+    path = data.path if scored is None else scored
+    if path is None or (scored is None and isinstance(path, Path) and not path.is_dir()):
         check_unscored(row_format, path)
         return None
-    manifest = load_manifest(path, cache=cache)
+    manifest = load_manifest(path, "data.path" if scored is None else "--score", data.cache)
     check_ids(manifest, like)
+    if scored is None and row_format == "as_trained" and not manifest.splits[split]:
+        print(f"not scored: {manifest.origin} has no {split} rows")
+        return None
+    check_split(manifest, split, path)
     return manifest
 
 

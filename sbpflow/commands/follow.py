@@ -61,6 +61,9 @@ def _follow(
     from sbpflow.run.export.chain import export_newest
 
     seen, due = "", time.monotonic()
+    # An exporter that a run has started can start before the run creates its folder.
+    if args.parent is None and not args.follow.exists():
+        print(f"waiting for {args.follow}, which does not exist yet", flush=True)
     while True:
         folder = checkpoint_folder(args.follow)
         facts = read_run(folder)
@@ -91,14 +94,28 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     from sbpflow.runtime.files.upload import upload
     from sbpflow.serving.deltas import BUNDLE_FILE, DELTA_FILE
 
-    done: set[str] = set()
+    done: dict[str, tuple[int, int]] = {}
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder, last = Path(name), (BUNDLE_FILE, DELTA_FILE)
 
         def publish() -> None:
-            done.update(upload(folder, output, last=last, done=done))
+            stamps = _stamps(folder)
+            # A rewritten bundle has the names, and often the sizes, of the files that it replaces.
+            unchanged = [name for name, stamp in stamps.items() if done.get(name) == stamp]
+            upload(folder, output, last=last, done=unchanged)
+            done.clear()
+            done.update(stamps)
 
         yield folder, publish
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the inode and modification time of each file below ``folder``."""
+    facts = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): (stat.st_ino, stat.st_mtime_ns)
+        for path, stat in facts.items()
+    }
 
 
 def _check_no_bundle(key: str, folder: Path) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from sbpflow.commands.predict import predict
-from sbpflow.errors import ConfigError
+from sbpflow.data.prepare.new_rows import encode
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.export.bundle import scorer_source
 from sbpflow.run.export.graph import graph_of
 from sbpflow.serving.cells import string_key
@@ -151,6 +152,17 @@ def test_rows_of_every_form_have_equal_scores(exported, prepared):
     assert model.score([]).tolist() == []
     one = [model.score([row])[0] for row in rows]
     np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-6)
+
+
+def test_pandas_columns_with_na_and_arrays_are_read(exported):
+    folder, _ = exported
+    model = load(folder / "wdl/model")
+    rows = [{name: row[name] for name in NAMES} for row in good_rows(40)]
+    frame = pd.DataFrame(rows).astype({"shop": "Int64", "city": "string"})
+    for name in ("tags", "tag_weights", "genre", "more"):
+        frame[name] = frame[name].map(np.array)
+    assert frame["shop"].isna().any()
+    assert model.score(frame).tolist() == model.score(rows).tolist()
 
 
 def test_missing_and_unknown_values_are_counted(exported):
@@ -361,6 +373,34 @@ def test_rows_of_16_and_8_bits_are_served(exported, prepared, tmp_path):
     table = model.content["tables"]["deep.shop"]
     row = changed.stores[table["store"]].gather(torch.tensor([table["first"] + 3]))
     assert row.tolist() == [[0.25] * 16]
+
+
+def test_a_split_without_rows_is_not_scored(exported, prepared, tmp_path, capsys):
+    folder, _ = exported
+    run, new = folder / "dlrm/run", tmp_path / "new"
+    encode([prepared.parent / "t.csv"], new, like=prepared, workers=1, max_bad_fraction=1.0)
+    config = config_of(new, MODELS["dlrm"])
+    export(run, config, tmp_path / "model", split="val")
+    assert f"not scored: {new} has no val rows" in capsys.readouterr().out
+    assert "scores" not in load(tmp_path / "model").content
+    for options in ({"rows": "int8"}, {"scored": new}):
+        with pytest.raises(
+            ConfigError, match=r"--split: the split val of .*new has no rows; .*, --split test"
+        ):
+            export(run, config, tmp_path / "other", split="val", **options)
+    with pytest.raises(DataError, match="--score"):
+        export(run, config, tmp_path / "other", scored=tmp_path / "missing")
+
+
+def test_a_bundle_is_on_disk_before_it_has_its_name(exported, prepared, tmp_path, monkeypatch):
+    folder, _ = exported
+    synced, target = [], tmp_path / "model"
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, target.exists()))
+    )
+    files = export(folder / "dlrm/run", config_of(prepared, MODELS["dlrm"]), target, measured=False)
+    assert {(path.stat().st_ino, False) for path in (*files, target)} <= set(synced)
+    assert synced[-1] == (tmp_path.stat().st_ino, True)
 
 
 def test_the_values_are_read_in_blocks(exported, prepared, tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
 from sbpflow.commands.export import export, export_model
+from sbpflow.commands.follow import exports_in
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.export.chain import export_next
 from sbpflow.run.saved.saved_model import saved_config
+from sbpflow.runtime.files.remote_path import RemotePath
 from sbpflow.serving.deltas import bundles_in, delta_folder, digest_of, newest_bundle, read_delta
 from sbpflow.serving.scorer import Tensors, load
 from tests import deadlines
@@ -110,9 +114,53 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
     for wrong, text in (
         (["--checkpoint", str(run), *words], "use either --checkpoint DIR or --follow RUN"),
         ([*words, "--deltas", "-1"], "--deltas must be 0 or more, got 10.0 and -1"),
+        ([*words, "--best"], "--best has no effect with --follow, .* remove --best"),
+        ([*words, "--last"], "--last has no effect with --follow"),
+        ([*words, "--score", "set"], "--score has no effect with --follow"),
+        ([*words, "--split", "test"], "--split has no effect with --follow"),
     ):
         with pytest.raises(ConfigError, match=text):
             export(wrong)
+    for option in ("--every-seconds", "--deltas"):
+        given = ["--checkpoint", str(run), "--output", str(tmp_path / "model"), option, "10"]
+        with pytest.raises(ConfigError, match=f"{option} has no effect with --checkpoint"):
+            export(given)
+
+
+def test_follow_prints_that_it_waits_for_a_folder(tmp_path, monkeypatch, capsys):
+    def stop(seconds: float) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(time, "sleep", stop)
+    missing = tmp_path / "typo"
+    with pytest.raises(InterruptedError):
+        export(["--follow", str(missing), "--output", str(tmp_path / "out")])
+    assert capsys.readouterr().out == f"waiting for {missing}, which does not exist yet\n"
+
+
+def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
+    uploaded = []
+    real = RemotePath.upload
+
+    def upload(self, file):
+        uploaded.append(self.name)
+        real(self, file)
+
+    monkeypatch.setattr(RemotePath, "upload", upload)
+    url = RemotePath("memory://rewritten-bundles")
+    with exports_in(url) as (folder, publish):
+        for number, content in enumerate((b"old", b"new"), 1):
+            shutil.rmtree(folder / "step-2", ignore_errors=True)
+            (folder / "step-2").mkdir()
+            for name in ("model.json", "values"):
+                (folder / "step-2" / name).write_bytes(content)
+                os.utime(folder / "step-2" / name, (number, number))
+            publish()
+            publish()
+            assert (url / "step-2/model.json").read_bytes() == content
+            assert (url / "step-2/values").read_bytes() == content
+            assert uploaded == ["values", "model.json"] * number
+    url.remove_tree()
 
 
 def test_exports_into_a_bundle_are_refused(run, synth_set, tmp_path):  # noqa: F811

@@ -1,5 +1,6 @@
 """Exports a trained model: writes a bundle to a new folder, checks it, and scores a set with it."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,8 +47,8 @@ def write_export(
 ) -> list[Path]:
     """Write a bundle to a new ``folder``, check it, and return its files.
 
-    ``finish`` may add files to the bundle. The folder is written under a temporary name and then
-    renamed, so readers never see an incomplete folder.
+    ``finish`` may add files to the bundle. The folder is written under a temporary name, synced to
+    disk, and then renamed, so readers never see an incomplete folder, even after a power failure.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(folder.name + ".partial")
@@ -60,11 +61,27 @@ def write_export(
         except BundleError as error:
             raise ConfigError(f"the new bundle fails its check and was removed: {error}") from error
         finish(work)
+        _sync(work)
         work.replace(folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+    _fsync(folder.parent)
     return sorted(folder.iterdir())
+
+
+def _sync(folder: Path) -> None:
+    """Call fsync on all files and folders in ``folder``, and on the folder itself."""
+    for path in (*folder.rglob("*"), folder):
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sample_of(
