@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from sbpflow.data import Manifest
     from sbpflow.run.model.spec import ModelConfig
 
-VECTOR = "vector"
+VECTOR, _OTHER_VECTOR = "vector", "embedding"
+"""The name of the column of vectors, and its name if the column of values is called ``vector``"""
 _BLOCK_BYTES = 32 << 20
 _SUFFIXES = (".parquet", ".arrow")
 
@@ -116,4 +117,5 @@ def _frame(
     block = checkpoint.tensor(name, slice(start, stop), dtype=torch.float32).numpy()
     kind = pl.Int64 if values.dtype.kind == "i" else pl.String
     vectors = pl.Series(block[rows - start], dtype=pl.Array(pl.Float32, dim))
-    return pl.DataFrame({feature: pl.Series(values.tolist(), dtype=kind), VECTOR: vectors})
+    column = VECTOR if feature != VECTOR else _OTHER_VECTOR
+    return pl.DataFrame({feature: pl.Series(values.tolist(), dtype=kind), column: vectors})

@@ -104,6 +104,14 @@ def test_all_values_and_their_vectors_are_written(run, tmp_path, monkeypatch, co
     assert [path.name for path in tmp_path.iterdir()] == [output.name]
 
 
+def test_a_column_named_vector_keeps_its_values(run):
+    frame = command._frame(
+        find_checkpoint(run.dir), "tables/deep.item", "vector", np.array([5]), np.array([2])
+    )
+    assert frame.schema == {"vector": pl.Int64, "embedding": pl.Array(pl.Float32, 4)}
+    assert frame["vector"].to_list() == [5]
+
+
 def test_mistakes_are_reported_before_anything_is_written(run, tmp_path: Path):
     def write(table: str, name: str) -> None:
         embeddings([str(run.dir), "--table", table, "--output", str(tmp_path / name)])
