@@ -1,7 +1,6 @@
 """``sbpflow embedding-server``: keep the rows of cached tables in memory for the ranks of a run."""
 
 import logging
-import math
 import os
 import re
 import socket
@@ -13,6 +12,7 @@ from sbpflow.errors import ConfigError
 
 _INDEX = re.compile(r"(\d{1,5})/(\d{1,5})")
 _BACKLOG = 1024
+_MAX_MEMORY_GB = 1e9
 
 
 def embedding_server(argv: Sequence[str]) -> int:
@@ -32,10 +32,10 @@ def embedding_server(argv: Sequence[str]) -> int:
         help="inherited socket to use; the server ends when stdin is closed",
     )
     args = parser.parse_intermixed_args(argv)
-    if args.memory_gb is not None and not 0 < args.memory_gb < math.inf:
+    if args.memory_gb is not None and not 0 < args.memory_gb <= _MAX_MEMORY_GB:
         raise ConfigError(
-            f"--memory-gb must be above 0 and finite, got {args.memory_gb}; for example, "
-            "--memory-gb 64"
+            f"--memory-gb must be above 0 and at most {_MAX_MEMORY_GB:,.0f}, got "
+            f"{args.memory_gb}; for example, --memory-gb 64"
         )
     from sbpflow.config.load import load_config
     from sbpflow.config.storage_rules import named_servers

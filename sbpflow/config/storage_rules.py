@@ -141,6 +141,12 @@ def split_address(address: str, key: str) -> tuple[str, int]:
             f"{key}: {address!r} does not have the form host:port with a port from 1 to 65535; "
             "use, for example, 10.0.0.1:7070"
         )
+    try:
+        host.encode("idna")  # the encoding that socket functions use
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{key}: {host!r} is not a valid host name ({error}); use, for example, 10.0.0.1:7070"
+        ) from error
     return host, int(port)
 
 

@@ -57,6 +57,10 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
             {"kind": "host", "cache": "10%", "path": "x"},
             r"path: x has no effect with kind: host; use",
         ),
+        (
+            {"kind": "servers", "cache": "10%", "addresses": ["a..b:7070"], "secret_file": "x"},
+            r"addresses: 'a\.\.b' is not a valid host name",
+        ),
     ],
 )
 def test_impossible_rules_are_rejected(rule, message):
@@ -65,9 +69,9 @@ def test_impossible_rules_are_rejected(rule, message):
 
 
 def test_a_server_needs_a_finite_amount_of_memory():
-    for value in ("0", "inf", "nan"):
-        with pytest.raises(ConfigError, match="--memory-gb must be above 0 and finite, got"):
-            embedding_server(["--index", "1/1", "--memory-gb", value])
+    for value in ("0", "inf", "nan", "1e300"):
+        with pytest.raises(ConfigError, match="--memory-gb must be above 0 and at most 1,000,000"):
+            embedding_server(["--config", "x.yaml", "--index", "1/1", "--memory-gb", value])
 
 
 def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
