@@ -168,9 +168,7 @@ def export_model(
     spec, plan = plan_run(
         config, fields, world_size=1, device_type="cpu", planned=planned, traced=False
     )
-    manifest = None
-    if measured:
-        manifest = _labelled_set(scored, split, row_format, like, config.data)
+    manifest = _labelled_set(scored, split, row_format, like, config.data) if measured else None
     keyed = {field.name for field in fields.ids if field.keyed}
     tables = GrowingTables(checkpoint, plan.embeddings, keyed, has_spare_rows=has_spare_rows)
     growing = _saved_keys(tables)
