@@ -145,10 +145,9 @@ def _listen(host: str, port: int) -> socket.socket:
         # 40 ms until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise ConfigError(
-            f"--host {host} --port {port}: {reason}; use an address of this "
+            f"--host {host} --port {port}: {error.strerror or error}; use an address of this "
             "machine, and a free port (0 chooses one)"
         ) from error
 
