@@ -68,6 +68,7 @@ def input_content(manifest: Manifest, growing: Growing) -> dict[str, Any] | None
                 "indicator": column.indicator,
                 "decimal": column.decimal,
                 "bounds": fitted[column.name]["bounds"] if column.buckets else None,
+                "clips": fitted.get(column.name, {}).get("clips", False),
                 "mean": fitted.get(column.name, {}).get("mean"),
                 "std": fitted.get(column.name, {}).get("std"),
             }

@@ -200,7 +200,10 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
             raise ConfigError(
                 f"--measure: a rank failed with exit code {code}; its message is above"
             )
-        times = dict(zip(plans, list_of(read_json(times_file), "--measure"), strict=True))
+        try:
+            times = dict(zip(plans, list_of(read_json(times_file), "the times"), strict=True))
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError(f"--measure: {error}; run the command again") from error
     lines = [
         f"measured {ms:9.3f} ms  {name}" for name, ms in sorted(times.items(), key=lambda t: t[1])
     ]

@@ -52,6 +52,7 @@ _INFINITE = f"{INFINITE_PATTERN[:4]}^{INFINITE_PATTERN[4:]}$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
 _CODE = re.compile("%[-_0]?(.)")
+_FRACTION = re.compile(r"%(?=[.369])(\.?)([369]?)f")
 _HOURS, _MINUTES = set("HIkl"), set("McXTRrs+")
 """Codes of ``strptime`` that contain an hour, and codes that contain minutes"""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -347,8 +348,12 @@ def _formatted_times(cells: pl.Series, form: str) -> pl.Series:
 
 
 def time_text(moment: datetime, form: str) -> str:
-    """Return a time in the format ``form``."""
-    return moment.strftime(form.replace("%.f", ".%f"))
+    """Return a time in the format ``form``; %.3f, %.6f, and %.9f are Polars' codes for fractions
+    of a second.
+    """
+    digits = f"{moment.microsecond:06d}000"
+    form = _FRACTION.sub(lambda code: f"{code[1]}{digits[: int(code[2] or 6)]}", form)
+    return moment.strftime(form)
 
 
 def reads_times(form: str) -> bool:
@@ -356,7 +361,7 @@ def reads_times(form: str) -> bool:
     if "f" in _CODE.findall(form.replace(".%f", "%.f")):
         return False
     try:
-        text = time_text(_MOMENT, form)
+        text = time_text(_MOMENT, form.replace(".%f", "%.f"))
         (time,) = times(pl.Series([text]), form)
     except (ValueError, pl.exceptions.PolarsError):
         return False

@@ -247,9 +247,10 @@ class _PieceEncoder:
     def _bucket_ids(
         self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]
     ) -> NDArray[np.int32]:
-        inside = clipped(values, column.clip)
+        fitted = self._fitted[column.name]
+        inside = clipped(values, column.clip if fitted.get("clips") else None)
         self.clamped[column.name] = int(np.count_nonzero((inside != values) & ~mask))
-        return bucket_ids(inside, mask, self._fitted[column.name]["bounds"])
+        return bucket_ids(inside, mask, fitted["bounds"])
 
     def _dense_columns(
         self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]

@@ -211,4 +211,9 @@ class Fit:
             fitted[name] = {"mean": moments.mean}
             if name in self._by_name:
                 fitted[name]["std"] = moments.std
-        return {**fitted, **{name: {"bounds": q.bounds()} for name, q in self._quantiles.items()}}
+        for name, places in self._quantiles.items():
+            fitted[name] = {"bounds": places.bounds()}
+            # Sets from before buckets were clipped, and sets that reuse their values, lack this.
+            if self._by_name[name].clip is not None:
+                fitted[name]["clips"] = True
+        return fitted

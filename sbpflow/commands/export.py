@@ -99,7 +99,7 @@ def export(argv: Sequence[str]) -> int:
     checkpoint, config = saved_run(args)
     print(weights_text(checkpoint))
     options: dict[str, Any] = {"rows": args.rows, "scored": args.score}
-    options["split"] = args.split or "test"
+    options["split"] = args.split
     options |= {"pt2": args.pt2, "compiled": args.compile, "onnx": args.onnx}
     files: Sequence[AnyPath]
     if isinstance(args.output, RemotePath):
@@ -138,7 +138,7 @@ def export_model(
     *,
     rows: str = "as_trained",
     scored: "AnyPath | None" = None,
-    split: str = "test",
+    split: str | None = None,
     pt2: bool = False,
     compiled: bool = False,
     onnx: bool = False,
@@ -188,7 +188,8 @@ def export_model(
 
     def finish(work: Path) -> None:
         if manifest is not None:
-            add_facts(work, {"scores": _scores(manifest, split, work, model, config, spec)})
+            scores = _scores(manifest, split or "test", work, model, config, spec)
+            add_facts(work, {"scores": scores})
         if compiled:
             write_compiled(work, model)
             load(work, compiled=True)
@@ -213,16 +214,16 @@ def export_model(
 
 def _labelled_set(
     scored: "AnyPath | None",
-    split: str,
+    split: str | None,
     row_format: "RowFormat",
     like: "Manifest",
     data: "DataConfig",
 ) -> "Manifest | None":
-    """Return the set to score: ``scored`` or, by default, the run's set if it exists and ``split``
-    has rows.
+    """Return the set to score: ``scored`` or, by default, the run's set if it exists and has test
+    rows.
 
-    Raises ConfigError if ``scored`` is given or low-precision rows are requested, and there are no
-    rows to score.
+    Raises ConfigError if ``scored``, ``split``, or low-precision rows are requested, and there are
+    no rows to score.
     """
     from sbpflow.data import load_manifest
     from sbpflow.data.predictions import check_ids, check_split
@@ -234,10 +235,11 @@ def _labelled_set(
         return None
     manifest = load_manifest(path, "data.path" if scored is None else "--score", data.cache)
     check_ids(manifest, like)
-    if scored is None and row_format == "as_trained" and not manifest.splits[split]:
-        print(f"not scored: {manifest.origin} has no {split} rows")
+    usual = scored is None and split is None and row_format == "as_trained"
+    if usual and not manifest.splits["test"]:
+        print(f"not scored: {manifest.origin} has no test rows")
         return None
-    check_split(manifest, split, path)
+    check_split(manifest, split or "test", path)
     return manifest
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import PathError, local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
-_MOST = 10**9  # maximum of the numbers below; the system rejects much longer waits
+_MOST_SECONDS = 10**9  # the system rejects much longer waits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -61,9 +62,10 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     least = {"poll_seconds": 0.001, "grace_seconds": 0}
     for name in ("workers", "max_body_bytes", "max_rows", "batch_rows", *least):
         value, low, key = getattr(args, name), least.get(name, 1), name.replace("_", "-")
-        if not low <= value <= _MOST:
+        most = _MOST_SECONDS if name in least else sys.maxsize
+        if not low <= value <= most:
             raise ConfigError(
-                f"--{key} must be between {low} and {_MOST:,}, got {value}; for example, --{key} 1"
+                f"--{key} must be between {low} and {most:,}, got {value}; for example, --{key} 1"
             )
     if args.port not in range(1 << 16):
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")

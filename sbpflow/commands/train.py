@@ -159,7 +159,7 @@ def train_config(
         norms = any(name.endswith("running_mean") for name in job.model.buffers)
         check_rows(config, manifest.splits, batch_norm=norms)
         start = resume.load(decision, job, data, boxing)
-        start = resume.at_cursor(start, decision, loaders["train"])
+        start = resume.at_cursor(start, config, loaders["train"])
         run = resume.Resumed(decision, start, data)
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
 

@@ -268,12 +268,6 @@ class OptimizerConfig:
         return self.sparse_schedule or self.schedule
 
     def __post_init__(self) -> None:
-        both = self.dense_schedule is not None and self.sparse_schedule is not None
-        if both and self.schedule != ScheduleConfig():
-            raise ConfigError(
-                "optimizer.schedule has no effect, because optimizer.dense_schedule and "
-                "optimizer.sparse_schedule are both given; remove one of the three"
-            )
         if self.of_tables.changes:
             self.refuse_one_rate(self.of_tables.key)
 

@@ -279,6 +279,13 @@ def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple
     return np.clip(out, -limit, limit).astype(np.float32), clamped
 
 
+def clip_of(entry: Mapping[str, Any]) -> Sequence[float] | None:
+    """Return the limits of a dense column of a bundle. Bundles of sets whose buckets were not
+    clipped lack ``clips``.
+    """
+    return entry["clip"] if entry["bounds"] is None or entry.get("clips") else None
+
+
 def clipped(values: Floats, clip: Sequence[float] | None) -> Floats:
     """Return the values, limited to the two numbers ``clip`` unless it is None."""
     if clip is None:

@@ -186,13 +186,14 @@ class DeltaWriter:
             file.write(json.dumps(whole, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        # A damaged delta is moved aside first, because a folder can only replace an empty folder.
-        damaged = self._target.with_name(f".{self._target.name}.damaged")
-        shutil.rmtree(damaged, ignore_errors=True)
+        # A delta with this number is moved aside first, because a folder can only replace an empty
+        # folder.
+        old = self._target.with_name(f".{self._target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
         if self._target.exists():
-            self._target.rename(damaged)
+            self._target.rename(old)
         self._work.rename(self._target)
-        shutil.rmtree(damaged, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         return digest
 
 

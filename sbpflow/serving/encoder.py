@@ -23,6 +23,7 @@ from sbpflow.serving.cells import (
     RARE_ID,
     Misfit,
     bucket_ids,
+    clip_of,
     clipped,
     hashed_key_ids,
     is_missing,
@@ -326,7 +327,7 @@ class Encoder:
             values, missing = numbers[:, number], mask[:, number]
             if entry["bounds"] is not None:
                 place = self.id_columns[entry["name"]]
-                inside = clipped(values, entry["clip"])
+                inside = clipped(values, clip_of(entry))
                 ids[:, place] = bucket_ids(inside, missing, entry["bounds"])
                 continue
             dense.append(transform(entry["transform"], entry["clip"], values, missing, entry)[0])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sbpflow.runtime.compute.compiled import Array, compiled, prefetch
 from sbpflow.runtime.random.splitmix import GAMMA
+from sbpflow.serving.cells import clip_of
 from sbpflow.serving.columns import text_of
 from sbpflow.serving.dense_loops import compile_model
 from sbpflow.serving.encoder import Cells, Encoder, Finished
@@ -258,7 +259,7 @@ class CompiledInput:
             flags.append(width if entry["indicator"] else -1)
             width += entry["indicator"]
         self.width = width
-        clips = [entry["clip"] or (-np.inf, np.inf) for entry in dense]
+        clips = [clip_of(entry) or (-np.inf, np.inf) for entry in dense]
         fitted = [(entry["mean"] or 0.0, entry["std"] or 1.0) for entry in dense]
         bounds = [entry["bounds"] or [] for entry in dense]
         self._numeric = (

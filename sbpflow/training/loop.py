@@ -155,7 +155,7 @@ class Position(Protocol):
     @property
     def epoch(self) -> int: ...
     @property
-    def left(self) -> int | None: ...
+    def batches_left(self) -> int | None: ...
     @property
     def steps_of_before(self) -> int: ...
 
@@ -166,7 +166,7 @@ def last_step(train: TrainConfig, batches_per_epoch: int, start: Position) -> in
     The last step of an epoch may have fewer than ``accumulate`` batches. The steps before ``start``
     may have had another batch size.
     """
-    left = batches_per_epoch if start.left is None else start.left
+    left = batches_per_epoch if start.batches_left is None else start.batches_left
     batches = [left, *[batches_per_epoch] * (train.epochs - start.epoch - 1)]
     steps = sum(-(-number // train.accumulate) for number in batches if start.epoch < train.epochs)
     most = math.inf if train.max_steps is None else start.steps_of_before + train.max_steps

@@ -21,7 +21,7 @@ class Checkpoints(Protocol):
         ...
 
     @property
-    def left(self) -> int | None:
+    def batches_left(self) -> int | None:
         """Return the number of batches that are left in ``epoch``, or ``None`` for all."""
         ...
 
@@ -82,7 +82,7 @@ class NoCheckpoints:
     """Starts every run at its first step and never saves."""
 
     step = epoch = steps_of_before = 0
-    left = None
+    batches_left = None
     stops = False
     loop: Mapping[str, Any] = {}
     best_metric: Metric | None = None

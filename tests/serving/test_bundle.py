@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sbpflow.commands.predict import predict
+from sbpflow.data.__main__ import main
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.export.bundle import scorer_source
@@ -379,11 +380,13 @@ def test_a_split_without_rows_is_not_scored(exported, prepared, tmp_path, capsys
     folder, _ = exported
     run, new = folder / "dlrm/run", tmp_path / "new"
     encode([prepared.parent / "t.csv"], new, like=prepared, workers=1, max_bad_fraction=1.0)
-    config = config_of(new, MODELS["dlrm"])
-    export(run, config, tmp_path / "model", split="val")
-    assert f"not scored: {new} has no val rows" in capsys.readouterr().out
+    config, untested = config_of(new, MODELS["dlrm"]), tmp_path / "untested"
+    words = ["--like", prepared, "--input", prepared.parent / "t.csv", "--output", untested]
+    assert main(["prepare", *map(str, words), "--split", "time:0.9,0.1,0"]) == 0
+    export(run, config_of(untested, MODELS["dlrm"]), tmp_path / "model")
+    assert f"not scored: {untested} has no test rows" in capsys.readouterr().out
     assert "scores" not in load(tmp_path / "model").content
-    for options in ({"rows": "int8"}, {"scored": new}):
+    for options in ({}, {"rows": "int8"}, {"scored": new}):
         with pytest.raises(
             ConfigError, match=r"--split: the split val of .*new has no rows; .*, --split test"
         ):

@@ -109,7 +109,7 @@ def test_a_damaged_delta_can_be_written_again(bundle: Path):
     write(bundle, 1, base)
     folder = delta_folder(bundle, 1)
     (folder / VALUES_FILE).write_bytes(b"")
-    (folder.parent / ".000001.damaged" / "left over").mkdir(parents=True)
+    (folder.parent / ".000001.old" / "left over").mkdir(parents=True)
     digest = write(bundle, 1, base)
     assert read_delta(bundle, 1, base=base, previous=base).digest == digest
     assert [path.name for path in folder.parent.iterdir()] == ["000001"]

@@ -29,6 +29,7 @@ from sbpflow.data.prepare.new_rows import encode
 from sbpflow.data.prepare.tables import plain_types
 from sbpflow.serving import cells
 from sbpflow.serving import encoder as encoder_module
+from sbpflow.serving.cells import clip_of
 from sbpflow.serving.columns import RawRows, RowError, read_list
 from sbpflow.serving.encoder import Cells, Encoder, Vocabularies
 from sbpflow.serving.row_store import Tensors
@@ -369,6 +370,13 @@ def test_values_are_clipped_before_their_bucket_is_found(tmp_path, loops):
     assert matrix[:, names.index("d")].tolist() == [low, low, high, high, high, low, 0]
     got = encoder_of(like, {}, tmp_path, loops).encode(new)
     assert got.ids.tolist() == matrix.tolist()
+
+
+def test_buckets_of_bundles_without_clips_are_not_clipped():
+    entry = {"clip": [0, 10], "bounds": [0.0, 5.0]}
+    assert clip_of(entry) is None
+    assert clip_of({**entry, "clips": True}) == [0, 10]
+    assert clip_of({**entry, "bounds": None}) == [0, 10]
 
 
 def check_equal(got, batch, manifest, growing):

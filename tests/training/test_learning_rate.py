@@ -60,14 +60,6 @@ def test_decay_ends_between_zero_and_one(end):
         build(ScheduleConfig, {"decay_steps": 10, "end_factor": end})
 
 
-def test_a_schedule_that_nothing_uses_is_refused():
-    warm = {"warmup_steps": 5}
-    tree = {"schedule": warm, "dense_schedule": warm, "sparse_schedule": warm}
-    with pytest.raises(ConfigError, match=r"^optimizer\.schedule has no effect, because .* both"):
-        build(OptimizerConfig, tree)
-    build(OptimizerConfig, {name: warm for name in ("schedule", "dense_schedule")})
-
-
 def test_ftrl_has_no_schedule():
     with pytest.raises(ConfigError, match=r"ftrl accumulates sums.*constant learning rate"):
         OptimizerConfig(sparse=Ftrl(), schedule=ScheduleConfig(warmup_steps=5))

@@ -384,14 +384,14 @@ def test_an_epoch_ends_with_a_step_of_fewer_batches():
 @pytest.mark.parametrize(
     ("start", "most", "last"),
     [
-        (Start(step=3, epoch=1, left=5), None, 9),
-        (Start(step=5, epoch=1, left=1), None, 9),
-        (Start(step=9, epoch=2, left=0), None, 9),
-        (Start(step=50, epoch=1, left=5), None, 56),  # an earlier run with smaller batches
+        (Start(step=3, epoch=1, batches_left=5), None, 9),
+        (Start(step=5, epoch=1, batches_left=1), None, 9),
+        (Start(step=9, epoch=2, batches_left=0), None, 9),
+        (Start(step=50, epoch=1, batches_left=5), None, 56),  # an earlier run with smaller batches
         (Start(step=50, epoch=3), None, 50),
         (Start(step=9, steps_of_before=9), None, 18),  # another set
         (Start(step=9, steps_of_before=9), 4, 13),
-        (Start(step=3, epoch=1, left=5), 4, 4),
+        (Start(step=3, epoch=1, batches_left=5), 4, 4),
     ],
 )
 def test_the_last_step_follows_from_the_batches_that_are_left(start, most, last):

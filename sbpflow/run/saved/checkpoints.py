@@ -59,7 +59,7 @@ class Checkpoints:
         keep_set: Callable[[AnyPath], None],
     ) -> None:
         decision, start, data = resumed.decision, resumed.start, resumed.data
-        self.step, self.epoch, self.left = start.step, start.epoch, start.left
+        self.step, self.epoch, self.batches_left = start.step, start.epoch, start.batches_left
         self.steps_of_before, self.loop = start.steps_of_before, start.loop
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
@@ -221,11 +221,15 @@ def lock_given_folder(config: Config, boxing: Boxing) -> RunLock | None:
     ``lock_run_folder`` protects the default folder until the files in ``run.dir`` are moved.
     """
     folder = config.checkpoint.dir
-    if not isinstance(folder, Path) or not (config.checkpoint.every or folder.is_dir()):
+    if not isinstance(folder, Path):
         return None
+    rank = boxing.world.rank
 
-    def lock() -> RunLock:
-        return RunLock(_writable(folder), rank=boxing.world.rank, key="checkpoint.dir")
+    def lock() -> RunLock | None:
+        if config.checkpoint.every:
+            return RunLock(_writable(folder), rank=rank, key="checkpoint.dir")
+        exists = rank == 0 and folder.is_dir()
+        return RunLock(folder, rank=rank, key="checkpoint.dir") if exists else None
 
     return run_on_all_ranks(boxing, lock)
 

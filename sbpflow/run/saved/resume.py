@@ -26,7 +26,7 @@ from sbpflow.checkpoint.run_file import RUN_FILE, read_run
 from sbpflow.config.load import config_facts
 from sbpflow.config.renamed import current_key
 from sbpflow.config.schema import Config
-from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.saved.saved_documents import check_loop, check_start, saved_set
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
@@ -82,13 +82,14 @@ class Decision:
 class Start:
     """The position at which a run starts; see ``Checkpoints`` in ``training/saving.py``.
 
-    ``cursor`` is the loader's position, after which ``left`` batches of ``epoch`` are left. If the
-    run resumes on the same set, ``going_on`` is the step and the length of metrics.jsonl.
+    ``cursor`` is the loader's position, and ``batches_left`` counts the batches of ``epoch`` after
+    it. If the run resumes on the same set, ``going_on`` is the step and the length of
+    metrics.jsonl.
     """
 
     step: int = 0
     epoch: int = 0
-    left: int | None = None
+    batches_left: int | None = None
     steps_of_before: int = 0
     cursor: Mapping[str, int | str] | None = None
     loop: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -100,7 +101,7 @@ class RestorableRows(Protocol):
 
     @property
     def num_steps_left(self) -> int:
-        """Return the number of batches from the present position to the end of the epoch."""
+        """Return the number of batches from the current position to the end of the epoch."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
@@ -325,7 +326,7 @@ def _previous(decision: Decision, newest: AnyPath, boxing: Boxing) -> AnyPath | 
 def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start:
     documents, step = checkpoint.documents, checkpoint.step
     loop = dict(documents["loop"])
-    if not decision.resumes:  # the new run has its own patience, but keeps the learning rate
+    if not decision.resumes:  # resets early stopping, but keeps the learning-rate factor
         loop.pop("stop", None)
         if "plateau" in loop:
             loop["plateau"] = {**loop["plateau"], "value": None, "step": 0, "waited": 0}
@@ -349,19 +350,17 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
     )
 
 
-def at_cursor(start: Start, decision: Decision, rows: RestorableRows) -> Start:
-    """Move ``rows`` to the position of ``start``, and return the start with the batches that are
-    left.
+def at_cursor(start: Start, config: Config, rows: RestorableRows) -> Start:
+    """Move ``rows`` to the position of ``start``, and return the start with the number of batches
+    that are left.
 
-    A new run with another seed or order starts at the first row.
+    A new run with another seed or order of rows starts at the first row.
     """
     if start.cursor is None:
         return start
-    try:
-        rows.load_state_dict(start.cursor)
-    except DataError as error:
-        if decision.resumes:
-            raise
-        logger.info("starting at the first row, because %s", error)
+    order = {"seed": config.run.seed, "shuffle": config.data.shuffle}
+    if start.going_on is None and any(start.cursor.get(key) != order[key] for key in order):
+        logger.info("the order of rows differs from the checkpoint's; starting at the first row")
         return replace(start, epoch=0, steps_of_before=start.step, cursor=None)
-    return replace(start, left=rows.num_steps_left)
+    rows.load_state_dict(start.cursor)
+    return replace(start, batches_left=rows.num_steps_left)

@@ -108,8 +108,8 @@ def saved_config(
     )
 
 
-_SENDS_AHEAD = ("early_rows", "late_gradients")
-_OF_A_DEVICE = ("tf32", "cuda_graph", "row_buffer_fraction", "kernel", "kernels")
+_LOOKAHEAD_KEYS = ("early_rows", "late_gradients")
+_DEVICE_KEYS = ("tf32", "cuda_graph", "row_buffer_fraction", "kernel", "kernels")
 
 
 def saved_layouts(
@@ -121,18 +121,20 @@ def saved_layouts(
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
     other number. Therefore neither the planner nor the plan file is needed. Rules of
     ``parallel.tables`` that do not fit this number of ranks become S(0), and the saved
-    ``parallel.topology`` is dropped. On another device, so are the saved kernels and the saved keys
-    for GPUs. On other ranks or another device, ``train.early_rows`` and ``train.late_gradients``
-    become auto, because they may not be possible there. Keys given as overrides are kept, except
-    that memory of the host is not a cache on CPU.
+    ``parallel.topology`` is dropped. On another device, the saved kernels and keys for GPUs are
+    dropped, too. On other ranks or another device, ``train.early_rows`` and
+    ``train.late_gradients`` become auto, because they may not be possible there. Keys given as
+    overrides are kept, but storage rules of kind host are always dropped on CPU.
     """
     given: Any = plain(config.parallel)
-    plan = _plan_of(checkpoint)
+    plan, tree = _plan_of(checkpoint), with_current_keys(_group(checkpoint.documents, "config"))
     same_device = plan is not None and plan.embeddings.world.device_type == device_type
     if plan is None or plan.world_size != world_size or not same_device:
-        moved = {key: "auto" for key in _SENDS_AHEAD if getattr(config.train, key) is True}
+        of_train = _group(tree, "train")
+        true = [key for key in _LOOKAHEAD_KEYS if getattr(config.train, key) is True]
+        moved = {key: "auto" for key in true if of_train.get(key) is True}
         config = replace(config, train=replace(config.train, **moved))
-    saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
+    saved = _group(tree, "parallel")
     saved_tables = _group(saved, "tables")
     tables = {
         pattern: TableRule(sbp="S(0)", comm_dtype=rule.comm_dtype)
@@ -144,14 +146,14 @@ def saved_layouts(
     topology = None if given["topology"] == saved.get("topology") else config.parallel.topology
     config = replace(config, parallel=replace(config.parallel, tables=tables, topology=topology))
     if not same_device:
-        usual, parallel = ParallelConfig(), config.parallel
-        keys = [key for key in _OF_A_DEVICE if given[key] == saved.get(key)]
+        defaults, parallel = ParallelConfig(), config.parallel
+        keys = [key for key in _DEVICE_KEYS if given[key] == saved.get(key)]
         kept = {
             pattern: rule
             for pattern, rule in parallel.storage.items()
             if rule.kind != "host" or device_type != "cpu"
         }
-        parallel = replace(parallel, **{key: getattr(usual, key) for key in keys}, storage=kept)
+        parallel = replace(parallel, **{key: getattr(defaults, key) for key in keys}, storage=kept)
         config = replace(config, parallel=parallel)
     same = config.parallel.plan == saved.get("plan")
     return config, _planned_rules(checkpoint, world_size) if given["plan"] and same else None

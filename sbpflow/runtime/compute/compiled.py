@@ -24,7 +24,7 @@ _HELD: set[Path] = set()  # file locks that threads of this process hold, or no 
 # Files whose intrinsics, functions, or constants become part of compiled functions in other files.
 _PARTS = (
     *("runtime/compute/*.py", "embedding/storage/*.py", "embedding/vocabulary/*.py"),
-    *("embedding/cache/*.py", "embedding/plan/growth.py"),
+    *("embedding/cache/*.py", "embedding/ids/*.py", "embedding/plan/growth.py", "serving/*.py"),
 )
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
