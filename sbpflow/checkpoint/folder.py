@@ -174,7 +174,7 @@ def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
 
 def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None:
     write_synced(partial / INDEX_FILE, text)
-    sync_folder(partial)
+    sync_path(partial)
     if target.exists():
         # ``tidy`` restores the old checkpoint if the replacement is interrupted.
         aside = folder / f".replaced-{target.name}"
@@ -183,7 +183,7 @@ def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None
         _remove(aside)
     else:
         partial.rename(target)
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def _publish_objects(target: RemotePath, index: Index) -> None:
@@ -288,9 +288,9 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Call fsync on the folder itself, so that its entries survive a crash."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Call fsync on a file or on a folder itself, so that the folder's entries survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

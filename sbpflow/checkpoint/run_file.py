@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from sbpflow.checkpoint.folder import sync_folder, write_synced
+from sbpflow.checkpoint.folder import sync_path, write_synced
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import object_of, parse_json, read_text, why_not
@@ -41,7 +41,7 @@ def write_run(folder: AnyPath, facts: RunFacts) -> None:
         new = folder / f".{RUN_FILE}.new"
         write_synced(new, _to_text(facts))
         new.replace(folder / RUN_FILE)
-        sync_folder(folder)
+        sync_path(folder)
     except OSError as error:
         raise failed(folder / RUN_FILE, error) from error
 

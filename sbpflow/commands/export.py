@@ -98,8 +98,7 @@ def export(argv: Sequence[str]) -> int:
         return follow(args)
     checkpoint, config = saved_run(args)
     print(weights_text(checkpoint))
-    options: dict[str, Any] = {"rows": args.rows, "scored": args.score}
-    options["split"] = args.split
+    options: dict[str, Any] = {"rows": args.rows, "scored": args.score, "split": args.split}
     options |= {"pt2": args.pt2, "compiled": args.compile, "onnx": args.onnx}
     files: Sequence[AnyPath]
     if isinstance(args.output, RemotePath):

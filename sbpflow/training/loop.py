@@ -24,7 +24,7 @@ from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
-from sbpflow.training.saving import Checkpoints, NoCheckpoints
+from sbpflow.training.saving import Checkpoints, NoCheckpoints, Position
 from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Trainer
 
@@ -145,19 +145,6 @@ class Pace:
         parts = {"step": seconds, "data": data, **waited}
         parts |= {f"move_{k}": v for k, v in moves.items()}
         return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
-
-
-class Position(Protocol):
-    """The position at which a run starts; ``training/saving.py`` documents the properties."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def batches_left(self) -> int | None: ...
-    @property
-    def steps_of_before(self) -> int: ...
 
 
 def last_step(train: TrainConfig, batches_per_epoch: int, start: Position) -> int:

@@ -7,8 +7,8 @@ from sbpflow.config.metrics import Metric
 from sbpflow.training.batch import Batch
 
 
-class Checkpoints(Protocol):
-    """Decides where a run starts and when it is saved; every rank must make the same calls."""
+class Position(Protocol):
+    """The position at which a run starts."""
 
     @property
     def step(self) -> int:
@@ -31,6 +31,10 @@ class Checkpoints(Protocol):
         count.
         """
         ...
+
+
+class Checkpoints(Position, Protocol):
+    """Decides where a run starts and when it is saved; every rank must make the same calls."""
 
     @property
     def loop(self) -> Mapping[str, Any]:

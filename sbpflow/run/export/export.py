@@ -1,6 +1,5 @@
 """Exports a trained model: writes a bundle to a new folder, checks it, and scores a set with it."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sbpflow.checkpoint.folder import sync_path
 from sbpflow.checkpoint.format import digest_of
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -61,27 +61,14 @@ def write_export(
         except BundleError as error:
             raise ConfigError(f"the new bundle fails its check and was removed: {error}") from error
         finish(work)
-        _sync(work)
+        for path in (*work.rglob("*"), work):
+            sync_path(path)
         work.replace(folder)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    _fsync(folder.parent)
+    sync_path(folder.parent)
     return sorted(folder.iterdir())
-
-
-def _sync(folder: Path) -> None:
-    """Call fsync on all files and folders in ``folder``, and on the folder itself."""
-    for path in (*folder.rglob("*"), folder):
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sample_of(

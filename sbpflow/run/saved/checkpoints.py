@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
@@ -21,7 +21,7 @@ from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.saved.coordinated_stop import CoordinatedStop
-from sbpflow.run.saved.resume import Resumed, relevant_facts
+from sbpflow.run.saved.resume import Read, Resumed, relevant_facts
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
@@ -32,14 +32,6 @@ from sbpflow.runtime.processes.graceful_shutdown import (
     watch_signals,
 )
 from sbpflow.training.batch import Batch
-
-
-class Read(Protocol):
-    """The interface of a loader whose position is saved, such as ``RowLoader``."""
-
-    def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
-        """Return the loader's position after ``batch``."""
-        ...
 
 
 class Checkpoints:

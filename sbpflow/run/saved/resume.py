@@ -96,12 +96,16 @@ class Start:
     going_on: tuple[int, int] | None = None
 
 
-class RestorableRows(Protocol):
-    """The part of a loader's interface that a start needs."""
+class Read(Protocol):
+    """The interface of a loader that can resume, such as ``data.read.loader.RowLoader``."""
 
     @property
     def num_steps_left(self) -> int:
         """Return the number of batches from the current position to the end of the epoch."""
+        ...
+
+    def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
+        """Return the loader's position after ``batch``."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
@@ -350,8 +354,8 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
     )
 
 
-def at_cursor(start: Start, config: Config, rows: RestorableRows) -> Start:
-    """Move ``rows`` to the position of ``start``, and return the start with the number of batches
+def at_cursor(start: Start, config: Config, read: Read) -> Start:
+    """Move ``read`` to the position of ``start``, and return the start with the number of batches
     that are left.
 
     A new run with another seed or order of rows starts at the first row.
@@ -362,5 +366,5 @@ def at_cursor(start: Start, config: Config, rows: RestorableRows) -> Start:
     if start.going_on is None and any(start.cursor.get(key) != order[key] for key in order):
         logger.info("the order of rows differs from the checkpoint's; starting at the first row")
         return replace(start, epoch=0, steps_of_before=start.step, cursor=None)
-    rows.load_state_dict(start.cursor)
-    return replace(start, batches_left=rows.num_steps_left)
+    read.load_state_dict(start.cursor)
+    return replace(start, batches_left=read.num_steps_left)

@@ -31,8 +31,9 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "sbpflow"
     except RuntimeError as error:
         raise ConfigError(
-            f"there is no folder for caches, because HOME is not set and user {os.geteuid()} has "
-            "no home folder; set XDG_CACHE_HOME to a folder that you own (for example, $PWD/cache)"
+            "there is no folder for caches, because HOME is not set and the user with ID "
+            f"{os.geteuid()} has no home folder; set XDG_CACHE_HOME to a folder that you own (for "
+            "example, $PWD/cache)"
         ) from error
 
 
