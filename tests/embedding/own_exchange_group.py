@@ -8,7 +8,7 @@ from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.ids.addresses import OwnerAddresses
-from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup
 from tests.embedding.own_exchange import HOST
 
 
@@ -124,7 +124,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         step = self.step(batch, "vectors", 0)
         rows = self._vectors.start(step, rows[far.at], near.into, near.out)
         rows = received(step, rows, sum(near.out)).to(self.plan.dtype)
-        vectors = sum_bags(rows, batch.wanted, near.at)
+        vectors = batch.wanted.pool(rows, near.at)
         return vectors.view(batch.local.num_samples, self.plan.width)
 
     def send_grads(self, batch, grad):

@@ -215,12 +215,37 @@ def test_copied_rows_equal_torch_with_either_copy(monkeypatch, width, loop):
     assert len(chosen) == 4
 
 
-def test_measured_copies_choose_one():
+@pytest.mark.parametrize("loop", [True, False])
+@pytest.mark.parametrize("width", [0, 1, 16, 37])
+def test_pooled_rows_equal_torch_with_either_method(monkeypatch, width, loop):
     pytest.importorskip("numba")
     from sbpflow.embedding.storage import numba_storage
 
-    measured = numba_storage._loop_is_faster.__wrapped__(16, torch.float32, torch.int32)
-    assert measured in (True, False)
+    chosen = []
+    monkeypatch.setattr(
+        numba_storage, "_pool_loop_is_faster", lambda *shape: chosen.append(shape) or loop
+    )
+    offsets = torch.tensor([0, 3, 3, 4, 99])
+    for dtype in (torch.float32, torch.float64):
+        block = torch.randn(50, width).to(dtype)
+        for index in (torch.int32, torch.int64):
+            at = torch.randint(0, 50, (99,), dtype=index)
+            for weights in (None, torch.randn(99).to(dtype)):
+                lookup = numba_storage.CompiledLookup(
+                    at, offsets, weights, indexer=numba_storage.Indexer(50)
+                )
+                found = lookup.pool(block)
+                assert torch.equal(found, Lookup(at, offsets, weights).pool(block))
+                assert not found[1].any()
+    assert len(chosen) == 8
+
+
+def test_measurements_choose_a_method():
+    pytest.importorskip("numba")
+    from sbpflow.embedding.storage import numba_storage
+
+    for choice in (numba_storage._loop_is_faster, numba_storage._pool_loop_is_faster):
+        assert choice.__wrapped__(16, torch.float32, torch.int32) in (True, False)
 
 
 def test_compiled_initial_values_equal_torch():

@@ -8,7 +8,15 @@ pytest.importorskip("numba")
 import numba
 
 from sbpflow.embedding.storage.compiled import fma
-from sbpflow.runtime.compute.row_vectors import add_row, add_scaled_row, copy_row
+from sbpflow.runtime.compute.row_vectors import (
+    add_row,
+    add_scaled_row,
+    add_scaled_to_rows,
+    add_to_rows,
+    copy_row,
+    sum_of_rows,
+    sum_of_scaled_rows,
+)
 
 
 @numba.njit(error_model="numpy")  # not cached, so that the current operations are compiled
@@ -53,6 +61,56 @@ def test_rows_are_copied_added_and_scaled(width, dtype):
     assert np.array_equal(out, wanted)
     if width:
         assert not np.array_equal(out, start)
+
+
+@numba.njit(error_model="numpy")
+def _sum(out, rows, at, scales):
+    if scales.size:
+        sum_of_scaled_rows(out, 1, rows, at, 1, 5, scales)
+    else:
+        sum_of_rows(out, 1, rows, at, 1, 5)
+
+
+@numba.njit(error_model="numpy")
+def _add_to(rows, out, at, scales):
+    if scales.size:
+        add_scaled_to_rows(rows, 1, out, at, 1, 5, scales)
+    else:
+        add_to_rows(rows, 1, out, at, 1, 5)
+
+
+@numba.njit(error_model="numpy")
+def _by_loops(out, rows, at, scales, to_rows):
+    for n in range(1, 5):
+        i, j = (at[n], 1) if to_rows else (1, at[n])
+        for k in range(out.shape[1]):
+            if scales.size:
+                out[i, k] = fma(rows[j, k], scales[n], out[i, k])
+            else:
+                out[i, k] += rows[j, k]
+
+
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [0, 1, 7, 8, 16, 31, 64, 95])
+def test_lists_of_rows_are_summed_and_added_to(width, dtype, index):
+    random = np.random.default_rng(width)
+    start, rows = (
+        random.standard_normal(3 * width + 1).astype(dtype)[1:].reshape(3, width) for _ in range(2)
+    )
+    at = np.array([9, 2, 0, 2, 1, 9], index)  # only elements 1 to 4 belong to the list
+    for scales in (np.empty(0, dtype), random.standard_normal(6).astype(dtype)):
+        out, wanted = start.copy(), start.copy()
+        _sum(out, rows, at, scales)
+        wanted[1] = 0
+        _by_loops(wanted, rows, at, scales, False)
+        assert np.array_equal(out, wanted)
+        out, wanted = start.copy(), start.copy()
+        _add_to(rows, out, at, scales)
+        _by_loops(wanted, rows, at, scales, True)
+        assert np.array_equal(out, wanted)
+        if width:
+            assert not np.array_equal(out, start)
 
 
 @pytest.mark.parametrize(

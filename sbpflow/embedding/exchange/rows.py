@@ -19,7 +19,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.storage.choose import deduplicator
-from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 
 
@@ -189,7 +189,7 @@ class RowGroup(Group[RowsInFlight]):
         """Expand the received unique rows to the vectors of the samples."""
         samples = batch.local.num_samples
         positions = batch.wanted.inverse() if batch.slots is None else batch.slots.of_ids
-        vectors = sum_bags(batch.take_rows(), batch.wanted, positions)
+        vectors = batch.wanted.pool(batch.take_rows(), positions)
         if self.plan.pooled:
             return vectors.view(samples, len(self._stack.uses), self._stack.dim).sum(1)
         return vectors.view(samples, self.plan.width)

@@ -14,7 +14,14 @@ import numpy as np
 from numba.extending import intrinsic
 
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, Node, compiled, prefetch
-from sbpflow.runtime.compute.row_vectors import add_row, add_scaled_row, copy_row
+from sbpflow.runtime.compute.row_vectors import (
+    add_row,
+    add_scaled_to_rows,
+    add_to_rows,
+    copy_row,
+    sum_of_rows,
+    sum_of_scaled_rows,
+)
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
@@ -157,16 +164,35 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
     there are no weights.
     """
     sums[:] = 0
-    one = sums.dtype.type(1)
     for b in range(ends.size - 1):
-        for i in range(ends[b], ends[b + 1]):
-            if i + DISTANCE < inverse.size:
-                prefetch(sums, inverse[i + DISTANCE])
-            j = np.intp(inverse[i])
-            if weights.size:
-                add_scaled_row(sums, j, grads, b, weights[i], one)
-            else:
-                add_row(sums, j, grads, b)
+        first, end = ends[b], ends[b + 1]
+        _prefetch_later(sums, inverse, first, end)
+        if weights.size:
+            add_scaled_to_rows(grads, b, sums, inverse, first, end, weights)
+        else:
+            add_to_rows(grads, b, sums, inverse, first, end)
+
+
+@compiled
+def pool(rows: Array, at: Array, ends: Array, weights: Array, out: Array) -> None:
+    """Sum the rows ``at`` of each bag, in order, into ``out`` [bags, width].
+
+    Bags and ``weights`` are as in ``sum_bags``.
+    """
+    for b in range(ends.size - 1):
+        first, end = ends[b], ends[b + 1]
+        _prefetch_later(rows, at, first, end)
+        if weights.size:
+            sum_of_scaled_rows(out, b, rows, at, first, end, weights)
+        else:
+            sum_of_rows(out, b, rows, at, first, end)
+
+
+@compiled
+def _prefetch_later(rows: Array, at: Array, first: int, end: int) -> None:
+    """Prefetch ``rows[at[i + DISTANCE]]`` for i in ``range(first, end)``."""
+    for i in range(first + DISTANCE, min(end + DISTANCE, at.size)):
+        prefetch(rows, at[i])
 
 
 @compiled

@@ -11,7 +11,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.base import RowListener, notify
-from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.runtime.compute.versions import import_fbgemm
 
 
@@ -64,7 +64,7 @@ class FbgemmStorage:
         return lookup.graph.detach()
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        return sum_bags(block, lookup)
+        return lookup.pool(block)
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
         return lookup.row_gradients(grads)

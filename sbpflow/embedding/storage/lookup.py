@@ -172,6 +172,28 @@ class Lookup:
         """Return ``rows[at]`` [n, width]."""
         return rows.index_select(0, at)
 
+    def pool(self, rows: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the rows in each bag ([bags, width]), in the dtype of
+        ``rows``.
+
+        ``rows`` is [m, width], and ``positions`` [n] are the positions of the addresses in
+        ``rows``; by default, their slots.
+        """
+        at = self.slots if positions is None else positions
+        if self.offsets is None:
+            bags = self.take(rows, at)
+            return bags if self.weights is None else bags * self.weights.unsqueeze(1)
+        if at.numel() == 0:
+            return rows.new_zeros(self.num_bags, rows.shape[1])
+        return F.embedding_bag(
+            at.to(torch.int64),
+            rows,
+            self.offsets,
+            mode="sum",
+            include_last_offset=True,
+            per_sample_weights=self.weights,
+        )
+
     def _segment_sums(self, grads: Tensor, order: Tensor, starts: Tensor) -> Tensor:
         weights = None if self.weights is None else self.weights.index_select(0, order)
         # On CPU, ``embedding_bag`` is 5 to 10 times faster than ``index_add_``, and the results are
@@ -197,25 +219,3 @@ class Lookup:
             starts = torch.cumsum(counts, 0) - counts
             self._sorted = (rows, order, starts, run)
         return self._sorted
-
-
-def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
-    """Return the weighted sum of the rows in each bag ([bags, width]), in the dtype of ``rows``.
-
-    ``rows`` is [m, width], and ``positions`` [n] are the positions of the addresses in ``rows``; by
-    default, their slots.
-    """
-    at = lookup.slots if positions is None else positions
-    if lookup.offsets is None:
-        bags = lookup.take(rows, at)
-        return bags if lookup.weights is None else bags * lookup.weights.unsqueeze(1)
-    if at.numel() == 0:
-        return rows.new_zeros(lookup.num_bags, rows.shape[1])
-    return F.embedding_bag(
-        at.to(torch.int64),
-        rows,
-        lookup.offsets,
-        mode="sum",
-        include_last_offset=True,
-        per_sample_weights=lookup.weights,
-    )

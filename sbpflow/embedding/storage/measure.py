@@ -33,7 +33,7 @@ from sbpflow.embedding.storage.choose import (
     deduplicator,
     make_kernel,
 )
-from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.compute.cpu import cpu_name, machine_key
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
@@ -257,7 +257,7 @@ def _turn(
         if home.numel():
             wanted = deduplicated(Lookup(home))
             wanted.row_gradients(home_grads)
-            sum_bags(home_grads, wanted, wanted.inverse())
+            wanted.pool(home_grads, wanted.inverse())
         fresh = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
         storage.lookup(fresh, lr)
         storage.update(fresh, grads, lr, 1)

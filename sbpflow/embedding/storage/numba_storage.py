@@ -7,17 +7,18 @@ when they are bit-equal. Import this module only if numba is installed.
 import time
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.base import notify
-from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.numba_rules import RowArrays
 from sbpflow.embedding.storage.rounding import DROPPED_BITS
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
@@ -64,12 +65,29 @@ def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) ->
     so the measurement underestimates the gain from prefetching. Both methods give the same bits, so
     ranks need not agree.
     """
+    block, at = _measured_rows(width, dtype, index_dtype)
+    return _is_faster(lambda: _take_in_loop(block, at), lambda: block.index_select(0, at))
+
+
+@cache
+def _pool_loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
+    """Like ``_loop_is_faster``, for sums of eight rows."""
+    block, at = _measured_rows(width, dtype, index_dtype)
+    lookup = CompiledLookup(at, torch.arange(0, at.numel() + 1, 8), indexer=Indexer(0))
+    return _is_faster(lambda: lookup.pool_in_loop(block, at), lambda: Lookup.pool(lookup, block))
+
+
+def _measured_rows(
+    width: int, dtype: torch.dtype, index_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
     block = torch.ones(rows, width, dtype=dtype)
-    at = (torch.arange(_MEASURED_ROWS) * 7919 % rows).to(index_dtype)
-    loop = min(_seconds(lambda: _take_in_loop(block, at)) for _ in range(5))
-    plain = min(_seconds(lambda: block.index_select(0, at)) for _ in range(5))
-    return loop < 1.25 * plain
+    return block, (torch.arange(_MEASURED_ROWS) * 7919 % rows).to(index_dtype)
+
+
+def _is_faster(loop: Callable[[], object], plain: Callable[[], object]) -> bool:
+    best = [min(_seconds(call) for _ in range(5)) for call in (loop, plain)]
+    return best[0] < 1.25 * best[1]
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -138,15 +156,37 @@ class CompiledLookup(Lookup):
         if self.offsets is None and self.weights is None:
             compiled.sum_rows(array, inverse.numpy(), sums.numpy())
         else:
-            ends = self.explicit_offsets().contiguous().numpy()
-            weights = _EMPTY[grads.dtype]
-            if self.weights is not None:
-                weights = self.weights.to(grads.dtype).contiguous().numpy()
+            ends, weights = self._ends_and_weights(grads.dtype)
             compiled.sum_bags(array, inverse.numpy(), ends, weights, sums.numpy())
         return rows, sums
 
     def take(self, rows: Tensor, at: Tensor) -> Tensor:
         return take(rows, at)
+
+    def pool(self, rows: Tensor, positions: Tensor | None = None) -> Tensor:
+        at = self.slots if positions is None else positions
+        if (
+            self.offsets is not None
+            and rows.is_contiguous()
+            and rows.dtype in _EMPTY
+            and _pool_loop_is_faster(rows.shape[1], rows.dtype, at.dtype)
+        ):
+            return self.pool_in_loop(rows, at)
+        return super().pool(rows, at)
+
+    def pool_in_loop(self, rows: Tensor, at: Tensor) -> Tensor:
+        """Like ``pool``, but always use the compiled loop."""
+        out = rows.new_empty(self.num_bags, rows.shape[1])
+        ends, weights = self._ends_and_weights(rows.dtype)
+        compiled.pool(rows.numpy(), at.contiguous().numpy(), ends, weights, out.numpy())
+        return out
+
+    def _ends_and_weights(self, dtype: torch.dtype) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the ends of the bags, and the weights in ``dtype`` (empty if all are 1)."""
+        weights = _EMPTY[dtype]
+        if self.weights is not None:
+            weights = self.weights.to(dtype).contiguous().numpy()
+        return self.explicit_offsets().contiguous().numpy(), weights
 
     def _index(self) -> tuple[Tensor, Tensor]:
         if self._indexed is None:
@@ -177,7 +217,7 @@ class NumbaStorage(TorchStorage):
         rows in one pass.
         """
         if block.dtype == self.dtype:
-            return sum_bags(block, self._indexed(lookup))
+            return self._indexed(lookup).pool(block)
         if self.dtype != torch.float32:
             return super().pool(block, lookup)
         dropped = DROPPED_BITS[block.dtype]

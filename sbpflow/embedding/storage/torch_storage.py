@@ -6,7 +6,7 @@ from torch import Tensor
 from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer, StepNumbers, SumOverColumns
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.base import RowListener, notify
-from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.step_numbers import DeviceNumbers
 
@@ -78,11 +78,11 @@ class TorchStorage:
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         if block.dtype == self.dtype:
-            return sum_bags(block, lookup)
+            return lookup.pool(block)
         rows = block.index_select(0, lookup.slots).to(self.dtype)
         if lookup.offsets is None and lookup.weights is None:
             return rows
-        return sum_bags(rows, lookup, torch.arange(rows.shape[0], device=rows.device))
+        return lookup.pool(rows, torch.arange(rows.shape[0], device=rows.device))
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         lookup = self._indexed(lookup)

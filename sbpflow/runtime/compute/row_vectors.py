@@ -44,6 +44,38 @@ def _add_scaled(_: Node, out: Node, i: Node, rows: Node, j: Node, scale: Node, k
     )
 
 
+@intrinsic
+def _sum(_: Node, out: Node, i: Node, rows: Node, at: Node, begin: Node, end: Node) -> Node:
+    _check(out, rows)
+    kinds = types.void(out, types.intp, rows, at, types.intp, types.intp)
+    return kinds, _over_list(gathers=True)
+
+
+@intrinsic
+def _sum_scaled(
+    _: Node, out: Node, i: Node, rows: Node, at: Node, begin: Node, end: Node, scales: Node
+) -> Node:
+    _check(out, rows)
+    kinds = types.void(out, types.intp, rows, at, types.intp, types.intp, scales)
+    return kinds, _over_list(gathers=True)
+
+
+@intrinsic
+def _add_to(_: Node, rows: Node, i: Node, out: Node, at: Node, begin: Node, end: Node) -> Node:
+    _check(out, rows)
+    kinds = types.void(rows, types.intp, out, at, types.intp, types.intp)
+    return kinds, _over_list(gathers=False)
+
+
+@intrinsic
+def _add_scaled_to(
+    _: Node, rows: Node, i: Node, out: Node, at: Node, begin: Node, end: Node, scales: Node
+) -> Node:
+    _check(out, rows)
+    kinds = types.void(rows, types.intp, out, at, types.intp, types.intp, scales)
+    return kinds, _over_list(gathers=False)
+
+
 def _check(out: Node, rows: Node) -> None:
     form = (2, "C", rows.dtype)
     if any((array.ndim, array.layout, array.dtype) != form for array in (out, rows)):
@@ -53,37 +85,108 @@ def _check(out: Node, rows: Node) -> None:
         )
 
 
+class _Matrix:
+    """An argument that is a matrix, in generated code."""
+
+    def __init__(self, context: Node, builder: Node, kind: Node, array: Node) -> None:
+        self._context, self._builder, self._kind = context, builder, kind
+        self._view = context.make_array(kind)(context, builder, array)
+        self._align = context.get_abi_sizeof(context.get_value_type(kind.dtype))
+
+    def address(self, row: Node, column: Node, vector: Node) -> Node:
+        """Return a pointer to the ``vector`` that starts at ``column`` of ``row``."""
+        pointer = cast(Any, cgutils).get_item_pointer(
+            self._context, self._builder, self._kind, self._view, [row, column]
+        )
+        return self._builder.bitcast(pointer, vector.as_pointer())
+
+    def load(self, pointer: Node) -> Node:
+        value = self._builder.load(pointer)
+        value.align = self._align
+        return value
+
+    def store(self, value: Node, pointer: Node) -> None:
+        self._builder.store(value, pointer).align = self._align
+
+    def for_lanes(self, each: Callable[[Node, Node], None]) -> None:
+        """Generate loops over the columns, with ``each(column, vector)`` as their bodies."""
+        tools, builder = cast(Any, cgutils), self._builder
+        integer = self._context.get_value_type(types.intp)
+        element = self._context.get_value_type(self._kind.dtype)
+        width, start = tools.unpack_tuple(builder, self._view.shape)[1], integer(0)
+        for lanes in _LANES:
+            rest = builder.and_(width, integer(-lanes))
+            with tools.for_range_slice(builder, start, rest, integer(lanes), integer) as (k, _):
+                each(k, ir.VectorType(element, lanes))
+            start = rest
+
+
 def _by_lanes(combine: _Combine) -> Callable[..., Node]:
     """Return a code generator that sets row i of ``out`` to ``combine(builder, [out, row j of rows,
     *numbers])``, where each value is a vector.
     """
 
     def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
-        tools, integer = cast(Any, cgutils), context.get_value_type(types.intp)
-        element = context.get_value_type(signature.args[0].dtype)
-        views = [
-            (kind, context.make_array(kind)(context, builder, array))
+        matrices = [
+            _Matrix(context, builder, kind, array)
             for kind, array in zip(signature.args[:4:2], values[:4:2], strict=True)
         ]
-        width, start = tools.unpack_tuple(builder, views[0][1].shape)[1], integer(0)
-        for lanes in _LANES:
-            vector = ir.VectorType(element, lanes)
-            rest = builder.and_(width, integer(-lanes))
-            with tools.for_range_slice(builder, start, rest, integer(lanes), integer) as (k, _):
-                pointers = [
-                    builder.bitcast(
-                        tools.get_item_pointer(context, builder, kind, view, [row, k]),
-                        vector.as_pointer(),
-                    )
-                    for (kind, view), row in zip(views, values[1:4:2], strict=True)
-                ]
-                loaded = [builder.load(pointer) for pointer in pointers]
-                for value in loaded:
-                    value.align = context.get_abi_sizeof(element)
-                numbers = [_repeated(builder, number, vector) for number in values[4:]]
-                store = builder.store(combine(builder, [*loaded, *numbers]), pointers[0])
-                store.align = context.get_abi_sizeof(element)
-            start = rest
+        out = matrices[0]
+
+        def each(column: Node, vector: Node) -> None:
+            pointers = [
+                matrix.address(row, column, vector)
+                for matrix, row in zip(matrices, values[1:4:2], strict=True)
+            ]
+            loaded = [out.load(pointer) for pointer in pointers]
+            numbers = [_repeated(builder, number, vector) for number in values[4:]]
+            out.store(combine(builder, [*loaded, *numbers]), pointers[0])
+
+        out.for_lanes(each)
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _over_list(*, gathers: bool) -> Callable[..., Node]:
+    """Return a code generator for one row of a matrix and a list of rows of another matrix.
+
+    It sets the row to the sum of the rows in the list or, unless it ``gathers``, adds the row to
+    each row in the list. If there is a seventh argument, it contains factors of the added values.
+    """
+
+    def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
+        tools, kinds = cast(Any, cgutils), signature.args
+        one, listed = (_Matrix(context, builder, kinds[n], values[n]) for n in (0, 2))
+        integer = context.get_value_type(types.intp)
+
+        def item(argument: int, n: Node) -> Node:
+            kind = kinds[argument]
+            view = context.make_array(kind)(context, builder, values[argument])
+            return builder.load(tools.get_item_pointer(context, builder, kind, view, [n]))
+
+        def each(column: Node, vector: Node) -> None:
+            place = one.address(values[1], column, vector)
+            held = tools.alloca_once(builder, vector)  # LLVM keeps it in a register
+            zeros = ir.Constant(vector, [0.0] * vector.count)
+            builder.store(zeros if gathers else one.load(place), held)
+            with tools.for_range_slice(builder, *values[4:6], integer(1), integer) as (n, _):
+                row = listed.address(builder.sext(item(3, n), integer), column, vector)
+                total, added = builder.load(held), listed.load(row)
+                if not gathers:
+                    total, added = added, total
+                if len(kinds) == 6:
+                    total = builder.fadd(total, added)
+                else:
+                    total = _fma(builder, added, _repeated(builder, item(6, n), vector), total)
+                if gathers:
+                    builder.store(total, held)
+                else:
+                    listed.store(total, row)
+            if gathers:
+                one.store(builder.load(held), place)
+
+        one.for_lanes(each)
         return context.get_dummy_value()
 
     return generate
@@ -110,4 +213,24 @@ add_row = cast("Callable[[Array, Any, Array, Any], None]", _add)
 add_scaled_row = cast("Callable[[Array, Any, Array, Any, float, float], None]", _add_scaled)
 """``add_scaled_row(out, i, rows, j, scale, keep)`` computes ``out[i] = rows[j] * scale + out[i] *
 keep``, rounding the first product and the sum together (fma).
+"""
+sum_of_rows = cast("Callable[[Array, Any, Array, Array, Any, Any], None]", _sum)
+"""``sum_of_rows(out, i, rows, at, begin, end)`` sets ``out[i]`` to the sum of ``rows[at[n]]`` for
+n in ``range(begin, end)``, added in order to 0. ``at`` is int32 or int64.
+"""
+sum_of_scaled_rows = cast(
+    "Callable[[Array, Any, Array, Array, Any, Any, Array], None]", _sum_scaled
+)
+"""``sum_of_scaled_rows(out, i, rows, at, begin, end, scales)`` is like ``sum_of_rows``, but adds
+``rows[at[n]] * scales[n]`` with fma.
+"""
+add_to_rows = cast("Callable[[Array, Any, Array, Array, Any, Any], None]", _add_to)
+"""``add_to_rows(rows, i, out, at, begin, end)`` computes ``out[at[n]] += rows[i]`` for n in
+``range(begin, end)``, in order. ``at`` is int32 or int64.
+"""
+add_scaled_to_rows = cast(
+    "Callable[[Array, Any, Array, Array, Any, Any, Array], None]", _add_scaled_to
+)
+"""``add_scaled_to_rows(rows, i, out, at, begin, end, scales)`` is like ``add_to_rows``, but adds
+``rows[i] * scales[n]`` with fma.
 """
