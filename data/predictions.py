@@ -94,6 +94,19 @@ class Scoring:
     def __str__(self) -> str:
         return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
+    def refuse_unused(self, split: str | None, max_bad_fraction: float | None) -> None:
+        """Raise ConfigError for an option that would have no effect on these rows."""
+        if split is not None and not self.is_set:
+            raise ConfigError(
+                f"split: {split} needs a prepared set, but these are raw rows, which are all "
+                "scored; remove split"
+            )
+        if max_bad_fraction is not None and self.is_set:
+            raise ConfigError(
+                f"max_bad_fraction: {max_bad_fraction:g} needs raw rows, but these are the rows of "
+                "a prepared set, which are all valid; remove max_bad_fraction"
+            )
+
     def open(self) -> None:
         """Before any row is scored, check that the output can be written."""
         path = self.output

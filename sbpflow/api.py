@@ -137,21 +137,30 @@ class Run:
         return f"Run({str(self.dir)!r})"
 
     def predict(
-        self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
+        self,
+        data: "Frame | str | Path",
+        *,
+        split: str | None = None,
+        max_bad_fraction: float | None = None,
     ) -> Frame:
         """Return a frame with row keys or row numbers, the probability ``score``, and any labels.
 
         ``data`` is a table of rows, a file, or a prepared set, as in ``fit``. ``split`` names the
-        split of a prepared set to score. The result is a pandas DataFrame or an Arrow table if
-        ``data`` is one; otherwise it is a Polars DataFrame. The result has the same content as the
-        output file of ``sbpflow predict``.
+        split of a prepared set to score, by default "test". ``max_bad_fraction`` is the fraction of
+        raw rows that may be skipped, by default 0. The result is a pandas DataFrame or an Arrow
+        table if ``data`` is one; otherwise it is a Polars DataFrame. The result has the same
+        content as the output file of ``sbpflow predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)
             return like(pl.read_parquet(rows.output), data)
 
     def evaluate(
-        self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
+        self,
+        data: "Frame | str | Path",
+        *,
+        split: str | None = None,
+        max_bad_fraction: float | None = None,
     ) -> dict[str, float | int | None]:
         """Return the metrics of labeled rows, as training reports them for a split. The arguments
         have the same meaning as in ``predict``.
@@ -240,16 +249,18 @@ class Run:
 
     @contextmanager
     def _open(
-        self, data: "Frame | str | Path", split: str, max_bad_fraction: float
+        self, data: "Frame | str | Path", split: str | None, max_bad_fraction: float | None
     ) -> "Generator[_Rows]":
         checkpoint, config = self._checkpoint()
         manifest = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
         with TemporaryDirectory(prefix="sbpflow-") as name, closing() as opened:
             folder = Path(name)
             source, output = input_of(data, folder / "rows.arrow"), folder / "scores.parquet"
-            scoring = Scoring([source], output, split, manifest, overwrite=False)
+            scoring = Scoring([source], output, split or "test", manifest, overwrite=False)
+            scoring.refuse_unused(split, max_bad_fraction)
+            bad = max_bad_fraction or 0.0
             with named_rows(folder):
-                job, loader = open_rows(checkpoint, config, scoring, opened, bad=max_bad_fraction)
+                job, loader = open_rows(checkpoint, config, scoring, opened, bad=bad)
             yield _Rows(config, scoring, job, loader, output)
 
 

@@ -77,7 +77,13 @@ def _predict(argv: Sequence[str]) -> int:
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     split: str = args.split or _SPLIT
     scoring = Scoring(args.input, args.output, split, like, overwrite=args.overwrite)
-    _refuse_unused(args, scoring)
+    scoring.refuse_unused(args.split, args.max_bad_fraction)
+    if args.block_rows is not None and not scoring.is_folder:
+        raise ConfigError(
+            f"--block-rows needs a folder as the output, but --output is the file "
+            f"{scoring.output}; remove --block-rows, or use, for example, --output "
+            f"{scoring.output.with_suffix('')}"
+        )
     bad: float = args.max_bad_fraction or 0.0
     if args.engine != "ranks":
         gc.enable()
@@ -109,27 +115,6 @@ def _predict(argv: Sequence[str]) -> int:
         else:
             write_blocks(job, loader, scoring, blocks, checkpoint)
     return 0
-
-
-def _refuse_unused(args: argparse.Namespace, scoring: "Scoring") -> None:
-    """Raise ConfigError for an option that would have no effect."""
-    if args.block_rows is not None and not scoring.is_folder:
-        raise ConfigError(
-            f"--block-rows needs a folder as the output, but --output is the file "
-            f"{scoring.output}; remove --block-rows, or use, for example, --output "
-            f"{scoring.output.with_suffix('')}"
-        )
-    if args.split is not None and not scoring.is_set:
-        raise ConfigError(
-            f"--split {args.split} needs a prepared set as the input, but --input "
-            f"{args.input[0]} contains raw rows, which are all scored; remove --split"
-        )
-    if args.max_bad_fraction is not None and scoring.is_set:
-        raise ConfigError(
-            f"--max-bad-fraction {args.max_bad_fraction:g} needs raw rows as the input, but "
-            f"--input {args.input[0]} is a prepared set, whose rows are all valid; remove "
-            "--max-bad-fraction"
-        )
 
 
 def _predict_as_tasks(

@@ -71,6 +71,11 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
     its end.
     """
     train, size = config.train, config.data.batch_size
+    if batch_norm and size == 1:
+        raise ConfigError(
+            "data.batch_size: 1 is too small for the model's batch norm, which needs at least two "
+            "rows; use data.batch_size=2 or more"
+        )
     if batch_norm and config.data.tail == "keep" and rows["train"] % size == 1:
         raise ConfigError(
             f"data.batch_size: {size} leaves a last batch of one row ({rows['train']:,} rows in "

@@ -15,6 +15,8 @@ from sbpflow.runtime.fields.keys import Example
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.ranks.topology import Link, Source, Topology
 
+_Memory = Annotated[float, Range(above=0, high=1e6)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Link:
@@ -37,7 +39,7 @@ class _Description:
 
     hosts: Annotated[int | tuple[tuple[int, ...], ...], Example([[0, 1], [2, 3]])]
     ranks_per_host: Annotated[int | None, Range(low=1), Example(8)] = None
-    memory_gb: Annotated[float | tuple[float, ...] | None, Example(64.0)] = None
+    memory_gb: Annotated[_Memory | tuple[_Memory, ...] | None, Example(64.0)] = None
     speed: Annotated[float | tuple[float, ...] | None, Example(1.0)] = None
     host_link: Annotated[_Link | None, Example({"gb_per_s": 2.0})] = None
     network_link: Annotated[_Link | None, Example({"gb_per_s": 0.125})] = None

@@ -429,6 +429,10 @@ def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
     assert here.evaluate(tmp_path / "set", split="val")["auc"] == pytest.approx(
         here.result["val_auc"], abs=1e-6
     )
+    with pytest.raises(ConfigError, match=r"^split: val needs a prepared set, .* remove split"):
+        here.predict(rows(10), split="val")
+    with pytest.raises(ConfigError, match=r"^max_bad_fraction: 0\.5 needs raw rows"):
+        here.evaluate(tmp_path / "set", max_bad_fraction=0.5)
     with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; omit prepare"):
         sbpflow.fit(CONFIG, data=tmp_path / "set", prepare={"min_count": 1})
 

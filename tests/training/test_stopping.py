@@ -220,6 +220,9 @@ def test_impossible_settings_for_the_data_are_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"^data\.batch_size: 30 leaves a last batch of one row"):
         check_rows(config, {"train": 61, "val": 9}, batch_norm=True)
     dropped = replace(config, data=replace(config.data, tail="drop"))
+    single = replace(dropped, data=replace(dropped.data, batch_size=1))
+    with pytest.raises(ConfigError, match=r"^data\.batch_size: 1 .*data\.batch_size=2"):
+        check_rows(single, {"train": 61, "val": 9}, batch_norm=True)
     check_rows(dropped, {"train": 61, "val": 9}, batch_norm=True)
     watched = replace(config, train=TrainConfig(plateau=PlateauConfig(metric="gauc")))
     check_rows(watched, {"train": 60, "val": 9}, batch_norm=True)
