@@ -9,17 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from sbpflow.commands import fit_rank
-from sbpflow.config.checks import data_path
 from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
-from sbpflow.data import load_manifest
 from sbpflow.run.report.events import Event, check_event, time_of
-from sbpflow.run.saved.resume import Start
 from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
 from sbpflow.runtime.files.run_folder import METRICS_FILE
 from sbpflow.runtime.processes.start_ranks import EXIT_INTERRUPT, start_ranks
 from sbpflow.runtime.ranks.rank_errors import error_of_ranks
-from sbpflow.training.loop import last_step
 from sbpflow.training.progress import Progress
 
 
@@ -45,10 +41,6 @@ def train_ranks(config: Config, ranks: int, folder: Path) -> None:
 @contextmanager
 def _progress(config: Config) -> Generator[None]:
     """Show the progress that the rank processes write to their run folder."""
-    manifest = load_manifest(data_path(config), cache=config.data.cache)
-    rows, size = manifest.splits["train"], config.data.batch_size
-    steps = -(-rows // size) if config.data.tail == "keep" else rows // size
-    num_steps = last_step(config.train, steps, Start())
     began, ended = datetime.now(UTC), threading.Event()
 
     def follow() -> None:
@@ -58,8 +50,8 @@ def _progress(config: Config) -> Generator[None]:
             event = _last_step(config.run.dir / METRICS_FILE, began)
             if event is not None and event["step"] > shown:
                 if progress is None:  # a resumed run does not begin at step 1
-                    shown, bar = event["step"] - 1, config.train.progress
-                    progress = Progress(num_steps, visible=True, bar=bar, first_step=shown)
+                    shown, bar, total = event["step"] - 1, config.train.progress, event["last_step"]
+                    progress = Progress(total, visible=True, bar=bar, first_step=shown)
                 for step in range(shown + 1, event["step"] + 1):
                     progress.advance(step)
                 shown = event["step"]

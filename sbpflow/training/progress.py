@@ -33,7 +33,7 @@ class Progress:
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._num_steps, self._visible, self._clock = num_steps, visible, clock
+        self.num_steps, self._visible, self._clock = num_steps, visible, clock
         self._start: tuple[int, float] | None = None
         self._bar = None
         if visible and bar and can_show_bars():
@@ -59,7 +59,7 @@ class Progress:
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])
-        return pace * (self._num_steps - step)
+        return pace * (self.num_steps - step)
 
     def interval(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
@@ -73,7 +73,7 @@ class Progress:
     def _line(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> str:
-        parts = [f"step {step}/{self._num_steps}", f"loss {loss:.5f}"]
+        parts = [f"step {step}/{self.num_steps}", f"loss {loss:.5f}"]
         parts += _rate(samples_per_s)
         parts += [
             f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}"

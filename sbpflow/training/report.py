@@ -223,7 +223,9 @@ class Report:
         values = {"step": step, "loss": loss, "samples_per_s": samples_per_s, **extra, **rates}
         shown = {name: value for name, value in extra.items() if not name.startswith(_NOT_SHOWN)}
         self._progress.interval(step, loss, samples_per_s, shown)
-        self._write("step", step, {**values, "eta_s": self._progress.eta_s(step)})
+        progress = self._progress
+        values |= {"last_step": progress.num_steps, "eta_s": progress.eta_s(step)}
+        self._write("step", step, values)
 
     def ranks(self, times: RankTimes) -> None:
         """Write each rank's times of a log interval to metrics.jsonl."""
@@ -291,7 +293,8 @@ class Report:
         numbers = {
             f"{name or event}/{key}": value
             for key, value in values.items()
-            if key != "step" and isinstance(value, int | float) and math.isfinite(value)
+            if isinstance(value, int | float) and math.isfinite(value)
+            if key not in ("step", "last_step")
         }
         for tracker in self._trackers:
             tracker.log(step, numbers)

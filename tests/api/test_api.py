@@ -157,6 +157,8 @@ def test_two_ranks_train_equally_and_leave_the_process_state_unchanged(run, tmp_
     assert state() == before
     assert two.result["auc"] == pytest.approx(run.result["auc"], abs=1e-4)
     assert len(two.result["peak_memory_bytes"]) == 2
+    steps = [event for event in events(two.dir) if event["event"] == "step"]
+    assert {step["last_step"] for step in steps} == {steps[-1]["step"]}
     new = rows(200, seed=1)
     np.testing.assert_allclose(two.predict(new)["score"], run.predict(new)["score"], atol=1e-4)
 

@@ -37,30 +37,6 @@ def test_every_record_is_on_one_page():
     assert [r for r in records if r not in named and f"results/{r}" not in readme] == []
 
 
-COMPARED = [record for page, record, _, _ in NAMED if record.startswith("vs_torchrec_")]
-
-
-@pytest.mark.parametrize("record", COMPARED)
-def test_the_comparison_with_torchrec_is_the_recorded_one(record):
-    expected, times = [], {}
-    for line in read(record):
-        if "system" in line:
-            times[line["system"]] = line
-            continue
-        theirs, ours = times[line["against"]], times["sbpflow"]
-        low, high = line["spread"]
-        expected.append(
-            [
-                line["wire"],
-                f"{theirs['step_ms']:.1f}",
-                f"{ours['step_ms']:.1f}",
-                f"{line['times_faster']:.2f} ({low:.2f} to {high:.2f})",
-                f"{theirs['cpu_ms']:.0f} and {ours['cpu_ms']:.0f}",
-            ]
-        )
-    assert [cells[1:] for cells in rows("torchrec", record)] == expected
-
-
 STAGES = ("+ overlap", "+ layout per table", "+ unique rows", "every table whole", "scheme: auto")
 
 
