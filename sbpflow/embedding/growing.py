@@ -112,7 +112,7 @@ class Growing(KeyExchange):
         """Return a function that maps ascending row numbers of a store to the addresses of the
         rows' keys.
         """
-        bases = torch.tensor([shard.base for shard in shards])
+        bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64)
         live = [self.live[shard.table.name] for shard in shards]
         return partial(_addresses, bases=bases, shards=shards, live=live)
 
@@ -142,4 +142,4 @@ def _addresses(
         ]
         for shard, keys, start, stop in zip(shards, live, ends, ends[1:], strict=False)
     ]
-    return upload(torch.cat(parts), device)
+    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)

@@ -270,11 +270,20 @@ def test_optimizers_and_clipping(ranks, alone, tmp_path, rule, kernel):
     check_as_alone(ranks, alone, 2, replace(case, deep=LAYOUTS["columns"][0]), tmp_path)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "numba"])
-def test_rounding_depends_on_keys(ranks, alone, tmp_path, kernel):
+@pytest.mark.parametrize(
+    ("kernel", "spec"),
+    [
+        ("torch", CASE.deep),
+        ("numba", CASE.deep),
+        ("numba", Spec("S(0)", "unique", ranks=(0, 2))),  # rank 1 stores no rows
+    ],
+    ids=str,
+)
+def test_rounding_depends_on_keys(ranks, alone, tmp_path, kernel, spec):
     case = replace(
-        CASE, dtype=torch.float32, row_dtype=torch.bfloat16, kernel=kernel, growth=EVICTING
-    )
+        CASE, dtype=torch.float32, row_dtype=torch.bfloat16, kernel=kernel, growth=EVICTING,
+        deep=spec, wide=spec,
+    )  # fmt: skip
     check_as_alone(ranks, alone, 3, case, tmp_path, atol=2e-2)
 
 
