@@ -331,21 +331,6 @@ class Vocabulary:
         first = saved.now - saved.clock.size + 1
         self._clock = Clock(first, saved.clock.tolist(), saved.times.tolist())
 
-    def erase(self, keys: Array) -> Array:
-        """Remove keys with their rows and counts; return the freed rows. No batch may be in
-        flight.
-        """
-        if self._steps:
-            raise RuntimeError(
-                "keys cannot be erased while batches are in flight; release or cancel the "
-                "batches first"
-            )
-        sizes, freed = np.zeros(2, np.int64), np.empty(keys.size, np.int64)
-        eviction_loops.erase(self.arrays, keys, freed, sizes)
-        self.totals.live -= int(sizes[0])
-        self.totals.pending -= int(sizes[1])
-        return freed[: sizes[0]] + self.first_row
-
     def _make_room(self, count: int) -> None:
         """Make room for ``count`` new keys: start growing the map, or continue growing it."""
         s = self.arrays.state
