@@ -71,6 +71,11 @@ def bucket_of(state: Array, address: int) -> int:
     return (address >> SHIFT) + HALF - state[FIRST_BUCKET]
 
 
+def buckets_of(addresses: Array) -> Array:
+    """Return the buckets of addresses, counted from the first bucket of all parts."""
+    return (addresses >> SHIFT) + HALF
+
+
 @compiled
 def home(address: int, scale: int, first: int) -> int:
     """Return the home slot of an address."""

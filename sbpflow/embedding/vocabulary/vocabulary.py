@@ -214,7 +214,7 @@ class Vocabulary:
         """Return the keys in the buckets of this vocabulary."""
         addresses = np.empty(keys.size, np.int64)
         counting_loops.addresses_of(keys, addresses)
-        buckets = (addresses >> km.SHIFT) + NUM_BUCKETS // 2
+        buckets = km.buckets_of(addresses)
         return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
@@ -237,7 +237,7 @@ class Vocabulary:
             self._step_start = step.step_start
         slots = used_slots(t)
         contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
-        buckets = (slots[contents > 0, km.ADDRESS] >> km.SHIFT) + km.HALF - self.buckets[0]
+        buckets = km.buckets_of(slots[contents > 0, km.ADDRESS]) - self.buckets[0]
         t.live[:] = np.bincount(buckets, minlength=t.live.size)
         is_free = np.ones(int(state[km.NEXT_ROW]), np.bool)
         is_free[contents[contents > 0] - 1] = False
@@ -307,10 +307,8 @@ class Vocabulary:
         self.totals = Totals(*totals)
         self.totals.live = saved.addresses.size
         self.totals.pending = saved.pending_addresses.size
-        live = np.bincount(
-            (saved.addresses >> km.SHIFT) + NUM_BUCKETS // 2 - self.buckets[0],
-            minlength=room.size,
-        )
+        buckets = km.buckets_of(saved.addresses) - self.buckets[0]
+        live = np.bincount(buckets, minlength=room.size)
         if (live > room).any():
             bucket = int((live - room).argmax())
             numbers = np.arange(live.size) + self.buckets[0]
