@@ -22,6 +22,7 @@ U64, I64, I32 = np.uint64, np.int64, np.int32
 SHIFT = 64 - (NUM_BUCKETS.bit_length() - 1)
 HALF = NUM_BUCKETS // 2  # Addresses are signed.
 PAD = 4096  # Number of slots after the last home slot.
+MAX_SLOTS = 2**31 - 1  # With more slots, the product in ``home`` would exceed int64.
 IN_NEW = 1 << 40  # Bit that marks a place in the array that the map migrates to.
 LOW_32 = (1 << 32) - 1
 ADDRESS, VALUE = 0, 1  # Columns of slots and logs.

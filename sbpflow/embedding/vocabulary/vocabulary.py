@@ -19,7 +19,7 @@ from sbpflow.embedding.storage.live_rows import NO_TIME, Changes, Saved
 from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, undo_loops
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.embedding.vocabulary.vocabulary_copy import Clock, VocabularyCopy, used_slots
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.compute.compiled import Array
 
 MIN_SLOTS = 1024
@@ -352,19 +352,29 @@ class Vocabulary:
                 self._make_room(count)
 
     def _begin_to_grow(self, slots: int) -> None:
-        state = self.arrays.state
+        state, scale = self.arrays.state, self._scale(slots)
         self.arrays = self.arrays._replace(new_slots=_slots(slots))
-        state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, self._scale(slots)
+        state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, scale
 
     def reserve(self, num_keys: int) -> None:
         """Make room for keys in an empty map."""
         load, state = _most_load(num_keys) - 0.1, self.arrays.state
         slots = max(MIN_SLOTS, int(num_keys / load))
-        self.arrays = self.arrays._replace(slots=_slots(slots))
         state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
+        self.arrays = self.arrays._replace(slots=_slots(slots))
 
     def _scale(self, slots: int) -> int:
-        """Return the number of slots per unit of an address's upper 32 bits, times 2^32."""
+        """Return the number of slots per unit of an address's upper 32 bits, times 2^32. Raise
+        ConfigError if there are more slots than ``home`` can compute.
+        """
+        if slots > km.MAX_SLOTS:
+            totals, forget = self.totals, self._forget
+            use = "a smaller value" if forget else "a number of samples"
+            raise ConfigError(
+                f"forget_after_samples is {forget or 'not set'}: {totals.pending} keys without "
+                f"rows and {totals.live} keys with rows need a map of {slots} slots on one rank, "
+                f"but a map has at most {km.MAX_SLOTS}; use {use}, or more ranks"
+            )
         first, last = self.buckets
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
 
