@@ -321,7 +321,9 @@ class Vocabulary:
             )
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
         t = self.arrays
-        undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
+        # A key with a row has occurred at least ``admit_count`` times; lru saves no counts.
+        counts = np.maximum(saved.counts, self.growth.admit_count)
+        undo_loops.load_rows(t, saved.addresses, saved.lasts, counts)
         t.live[:] = live
         undo_loops.load_pending(
             t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts
