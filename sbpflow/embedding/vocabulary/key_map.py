@@ -29,8 +29,8 @@ ADDRESS, VALUE = 0, 1  # Columns of slots and logs.
 # Elements of ``state``. ``EDGE`` is the first slot that has not yet migrated.
 SLOTS, EDGE, NEW_SLOTS, SCALE, NEW_SCALE, FIRST, ENTRIES = 0, 1, 2, 3, 4, 5, 6
 NEXT_ROW, FREE_ROWS, NOW, STEP_START = 7, 8, 9, 10
-FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU = 11, 12, 13, 14
-STATE_SIZE = 15
+FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU, PENDING_LIMIT = 11, 12, 13, 14, 15
+STATE_SIZE = 16
 
 
 class Arrays(NamedTuple):

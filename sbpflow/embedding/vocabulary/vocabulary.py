@@ -113,7 +113,7 @@ class Vocabulary:
         """Compile the loops over the keys of a batch in every form, so that no batch has to wait
         for the compiler.
         """
-        none, sizes, t = np.empty(0, np.int64), np.zeros(4, np.int64), self.arrays
+        none, sizes, t = np.empty(0, np.int64), np.zeros(5, np.int64), self.arrays
         log, log_counts = self._new_log(0)
         eviction_loops.decide(t, none, log, log_counts, none, none, sizes)
         counting_loops.resolve(t, none, log, none, none, sizes)
@@ -142,7 +142,7 @@ class Vocabulary:
         latest event time of the samples on all ranks. If ``out`` is given, the rows are written to
         it; it may be the same array as ``keys``.
         """
-        n, sizes = keys.size, np.zeros(4, np.int64)
+        n, sizes = keys.size, np.zeros(5, np.int64)
         self._make_room(n)
         t = self.arrays
         self._clock.add(samples, time)
@@ -150,6 +150,7 @@ class Vocabulary:
         step_start = self._step_start
         self._step_start = now if begins_step else step_start
         t.state[km.NOW], t.state[km.STEP_START] = now, self._step_start
+        t.state[km.PENDING_LIMIT] = pending_limit = self._clock.limit(self._forget)
         out = np.empty(n, np.int64) if out is None else out
         candidates, unresolved = np.empty(n, np.int64), np.empty((n, 2), np.int64)
         log, log_counts = self._new_log(n)
@@ -157,7 +158,7 @@ class Vocabulary:
             t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, t.migrates,
             self._repeats,
         )  # fmt: skip
-        num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
+        num_used, num_counted, num_candidates, num_unresolved, num_restarted = sizes.tolist()
         self._repeats = True if num_used < n * MOST_DISTINCT else None
         logs = [(_part(log, num_used), _part(log_counts, num_used))]
         new_rows = admitted = _NONE
@@ -173,7 +174,7 @@ class Vocabulary:
         if num_unresolved:
             counting_loops.resolve(t, candidates, unresolved[:num_unresolved], counts, out, sizes)
             num_pending, num_refused = sizes[:2].tolist()
-        swept, swept_counts, freed = self._sweep(now)
+        swept, swept_counts, freed = self._sweep(now, pending_limit)
         logs.append((swept, swept_counts))
         num_idle, num_forgotten = freed.size, swept.shape[0] - freed.size
         totals = Totals(
@@ -181,7 +182,7 @@ class Vocabulary:
             pending=num_counted - num_new - num_forgotten,
             admitted=num_new,
             evicted=num_evicted + num_idle,
-            forgotten=num_forgotten,
+            forgotten=num_forgotten + num_restarted,
             lookups=int(counts.sum()) if counts.size else n,
             pending_lookups=num_pending,
             refused_lookups=num_refused,
@@ -193,7 +194,7 @@ class Vocabulary:
     def _new_log(self, n: int) -> tuple[Array, Array]:
         return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
 
-    def _sweep(self, now: int) -> tuple[Array, Array, Array]:
+    def _sweep(self, now: int, pending_limit: int) -> tuple[Array, Array, Array]:
         """Remove idle keys from the buckets whose turn it is; return the log of these keys, the
         counts of their rows, and the freed rows.
         """
@@ -207,7 +208,6 @@ class Vocabulary:
             return none
         # A key used by this step stays, even if the step has more samples than the limit.
         row_limit = min(self._clock.limit(self._idle, self._idle_time), self._step_start)
-        pending_limit = self._clock.limit(self._forget)
         return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit)
 
     def owned(self, keys: Array) -> Array:
