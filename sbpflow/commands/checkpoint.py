@@ -77,7 +77,7 @@ def _erase(path: AnyPath, field: str, file: Path) -> str:
     from sbpflow.runtime.files.json_file import JsonError, read_text
 
     checkpoint = checkpoints_of(path)[0]
-    check_grows(checked(checkpoint), field)
+    plan = check_grows(checked(checkpoint), field)
     manifest = _manifest_of(checkpoint)
     try:
         text = read_text(file).removeprefix("\ufeff")  # some editors write a byte order mark
@@ -85,7 +85,9 @@ def _erase(path: AnyPath, field: str, file: Path) -> str:
         raise ConfigError(f"--keys: {error}; use a text file with one value per line") from error
     # `splitlines` would also divide values at characters such as U+2028.
     values = [line.removesuffix("\n") for line in StringIO(text, newline=None)]
-    return erase(path, field, keys_of_values(manifest, field, values))
+    # ``field`` may be the name of a vocabulary, whose features have values of the same kind.
+    feature = field if field in plan.features else plan.features[0]
+    return erase(path, field, keys_of_values(manifest, feature, values))
 
 
 def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:

@@ -265,6 +265,11 @@ class EmbeddingCollection:
             raise RuntimeError(
                 "rows were read before their late gradients were applied; call settle first"
             )
+        if self.growing is not None and self.growing.is_in_step:
+            raise RuntimeError(
+                "rows of growing tables were read between the lookup of a training batch and its "
+                "update; call update or apply_gradients first"
+            )
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id (for a
@@ -398,6 +403,7 @@ class EmbeddingCollection:
         outputs.
 
         Raise SbpError if ``apply_gradients`` has not been called since the previous training batch.
+        With growing tables, ``training=False`` then raises RuntimeError.
         """
         if training and self._last is not None:
             raise SbpError(

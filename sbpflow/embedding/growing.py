@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.initial import RowInitializer
 from sbpflow.embedding.storage.live_rows import Changes, LiveRows
 from sbpflow.embedding.storage.store import RowStore
-from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.devices import upload
 
 
@@ -75,32 +73,12 @@ class Growing(KeyExchange):
         keys = upload(torch.cat(addresses), joined.device)
         store.write(joined, self.initial[stack.tables[0].name](joined, keys))
 
-    def erase(self, name: str, keys: Tensor) -> int:
-        """Remove ``keys`` (int64 [n]) from a field, as if they had never occurred.
-
-        Return how many of the keys owned by this rank had rows. Every rank must call this method
-        with the same keys, while no batch is in flight. Later checkpoints do not contain the
-        removed rows.
+    @property
+    def is_in_step(self) -> bool:
+        """Return True from the lookup of a training batch until its update, while some rows already
+        belong to the new keys of the batch.
         """
-        names = [field.plan.name for field in self.fields]
-        if name not in names:
-            raise ConfigError(
-                f"erase: field {name!r} is not a growing field; use one of {', '.join(names)}"
-            )
-        changes: list[Changes] = []
-        none = np.empty(0, np.int64)
-        for field in self.fields:
-            freed = none
-            if field.plan.name == name and field.part is not None:
-                freed = field.part.erase(field.part.owned(keys.numpy()))
-            changes.append(Changes(none, none, freed))
-        number = changes[names.index(name)].freed.size
-        if not all(field.plan.is_local for field in self.fields):
-            changes = self._gather_changes(changes, 1)
-        for field, change in zip(self.fields, changes, strict=True):
-            if field.live is not None:
-                field.live.apply(change)
-        return number
+        return self._num_read > 0
 
     def end_step(self) -> None:
         """Release all batches that have been looked up; call this method after their update."""
@@ -112,7 +90,7 @@ class Growing(KeyExchange):
         """Return a function that maps ascending row numbers of a store to the addresses of the
         rows' keys.
         """
-        bases = torch.tensor([shard.base for shard in shards])
+        bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64)
         live = [self.live[shard.table.name] for shard in shards]
         return partial(_addresses, bases=bases, shards=shards, live=live)
 
@@ -142,4 +120,4 @@ def _addresses(
         ]
         for shard, keys, start, stop in zip(shards, live, ends, ends[1:], strict=False)
     ]
-    return upload(torch.cat(parts), device)
+    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)

@@ -15,7 +15,7 @@ from sbpflow.embedding.storage.live_rows import Saved
 from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, requests
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
@@ -210,6 +210,7 @@ def test_decisions_do_not_depend_on_the_lookahead(growth, ahead):
     assert sum(t.evicted for t in totals) == evicted
     assert sum(t.live for t in totals) == len(reference.live)
     assert sum(t.pending for t in totals) == len(reference.pending)
+    assert sum(t.forgotten for t in totals) == reference.forgotten
     assert sum(t.lookups for t in totals) == sum(len(a) for a, _ in stream(1, 60))
 
 
@@ -325,6 +326,79 @@ def test_long_runs_forget_old_times():
         part.release()
     assert part.save().size("times") < 5000
     assert part.totals.evicted == 0
+
+
+def test_new_limits_keep_keys_whose_idle_time_is_unknown():
+    """A run without limits keeps the clock of its latest batches only, so older keys stay until the
+    new limits have passed since the first of these batches.
+    """
+    key = keys_of([address_in(9, 1)])
+    for admit in (1, 2):  # a key with a row, or a pending key
+        before = Vocabulary(growth_of(admit=admit), MIN_ROWS, 0, NUM_BUCKETS)
+        for batch in range(9000):
+            before.announce(key if batch == 4000 else key[:0], NO_COUNTS, 1, time=batch)
+            before.release()
+        saved = before.save().saved
+        assert saved.clock.size < 5000
+        limits = [{"forget": 10**4}] if admit == 2 else [{"idle": 10**4}, {"idle_time": 10**4}]
+        for limit in limits:
+            part = Vocabulary(growth_of(admit=admit, **limit), MIN_ROWS, 0, NUM_BUCKETS)
+            part.load(saved)
+            num_keys = []
+            for batch in range(2 * 1024):  # two rounds of sweeps; 10 samples per batch
+                part.announce(key[:0], NO_COUNTS, 10, time=9000 + 10 * batch)
+                part.release()
+                num_keys.append(part.totals.live + part.totals.pending)
+            assert num_keys[1023] == 1, limit
+            assert num_keys[-1] == 0, limit
+
+
+def test_occurrences_far_apart_do_not_count_together():
+    part = Vocabulary(growth_of(admit=2, forget=50), MIN_ROWS, 0, NUM_BUCKETS)
+    key = keys_of([address_in(8191, 1)])  # a bucket whose keys are not swept in this test
+
+    def row_after(samples: int) -> int:
+        part.announce(key[:0], NO_COUNTS, samples - 1)
+        part.release()
+        rows, _ = part.announce(key, NO_COUNTS, 1)
+        part.release()
+        return int(rows[0])
+
+    assert row_after(5) == 0
+    assert row_after(51) == 0
+    assert (part.totals.pending, part.totals.forgotten) == (1, 1)
+    part.announce(key, NO_COUNTS, 51)
+    part.roll_back()
+    assert row_after(50) > 0
+    assert (part.totals.pending, part.totals.forgotten) == (0, 1)
+
+
+def test_frequencies_start_at_the_admission_count_after_a_change_of_policy():
+    keys = keys_of([address_in(9, n) for n in range(4)])
+    before = Vocabulary(growth_of(admit=2), MIN_ROWS, 0, NUM_BUCKETS)
+    before.announce(np.repeat(keys, 2), NO_COUNTS, 8)
+    before.release()
+    part = Vocabulary(growth_of("lfu", admit=2), MIN_ROWS, 0, NUM_BUCKETS)
+    part.load(before.save().saved)
+    part.announce(keys[:1].copy(), NO_COUNTS, 1)
+    part.release()
+    saved = part.save().saved
+    counts = dict(zip(counting_loops.keys_of(saved.addresses), saved.counts, strict=True))
+    assert [counts[key] for key in keys] == [3, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("forget", "use"), [(None, "a number of samples"), (9, "a smaller value")])
+def test_a_map_has_at_most_as_many_slots_as_it_can_address(forget, use):
+    part = Vocabulary(growth_of(forget=forget), MIN_ROWS, 0, NUM_BUCKETS)
+    text = rf"forget_after_samples is .* a map has at most {2**31 - 1}; use {use}, or more ranks"
+    with pytest.raises(ConfigError, match=text):
+        part.reserve(16 * 10**8)
+    state = part.arrays.state
+    state[km.SLOTS], state[km.ENTRIES] = 18 * 10**8, 15 * 10**8
+    with pytest.raises(ConfigError, match=text):
+        part.announce(keys_of([address_in(9, 1)]), NO_COUNTS, 1)
+    last = km.home(2**63 - 1, part._scale(km.MAX_SLOTS), int(state[km.FIRST]))
+    assert last == km.MAX_SLOTS - 1
 
 
 def test_a_full_bucket_refuses_keys():

@@ -22,6 +22,7 @@ class ReferenceVocabulary:
     clock: list[int] = field(default_factory=lambda: [0])  # samples after each batch
     times: dict[int, int] = field(default_factory=dict)  # latest event time after each batch
     step_start: int = 0
+    forgotten: int = 0  # number of counts that restarted
 
     def room(self, bucket: int) -> int:
         rows = first_row_of(bucket + 1, self.num_rows) - first_row_of(bucket, self.num_rows)
@@ -38,8 +39,13 @@ class ReferenceVocabulary:
         self.times[now] = max(time, self.times.get(now - 1, time))
         if begins_step:
             self.step_start = now
+        forget = self.growth.forget_after_samples
         for address in addresses:
             record = self.live.get(address) or self.pending.setdefault(address, [now, 0])
+            gap = self.clock[now] - self.clock[record[0]]
+            if address in self.pending and forget is not None and gap > forget:
+                record[1] = 0
+                self.forgotten += 1
             record[0], record[1] = now, record[1] + 1
         for address in sorted(set(addresses)):
             if address in self.pending and self.pending[address][1] >= self.growth.admit_count:
@@ -76,6 +82,7 @@ class ReferenceVocabulary:
                     is_idle |= self.times[now] - self.times[used] > span
                 if is_idle and not stays:
                     del keys[address]
+                    self.forgotten += keys is self.pending
 
     def facts(self) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
         """Return the last uses of live keys, and the last uses and counts of pending keys."""

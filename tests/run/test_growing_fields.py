@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 import sbpflow
+from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.config.load import load_config
 from sbpflow.config.model_tables import FieldRule
 from sbpflow.data.growth import growing_text
+from sbpflow.data.prepare.keys import string_keys
 from sbpflow.embedding.plan.growth import Eviction, Growth, GrowthCounts
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.dcnv2 import DcnV2Config
@@ -314,7 +319,9 @@ def test_explain_compares_the_limit_with_the_keys_of_the_data():
     assert growing_text([]) == ""
 
 
-def test_fields_that_share_a_table_share_the_ids_of_a_bundle(tmp_path):
+@pytest.fixture(scope="module")
+def cities(tmp_path_factory):
+    """Return a run with a growing table for two fields, and the rows of its set."""
     pytest.importorskip("numba", reason="growing tables need numba")
     cities = ["Oslo", "Rome", "Aarhus", ""]
     table = pl.DataFrame({
@@ -344,8 +351,13 @@ def test_fields_that_share_a_table_share_the_ids_of_a_bundle(tmp_path):
         data=table,
         schema={"label": "click", "sparse": {"home": kind, "work": kind, "shop": "integer"}},
         prepare={"keys": ["home", "work"], "min_count": 1},
-        run={"dir": tmp_path / "run"},
+        run={"dir": tmp_path_factory.mktemp("cities") / "run"},
     )  # fmt: skip
+    return run, table
+
+
+def test_fields_that_share_a_table_share_the_ids_of_a_bundle(cities, tmp_path):
+    run, table = cities
     run.export(tmp_path / "model")
     model = load(tmp_path / "model")
     scores = model.score(table)
@@ -361,3 +373,21 @@ def test_fields_that_share_a_table_share_the_ids_of_a_bundle(tmp_path):
     place = model.content["tables"]["deep.cities"]
     rows = torch.from_numpy(home[:2].astype(np.int64)) + place["first"]
     np.testing.assert_array_equal(model.stores[place["store"]].gather(rows).numpy(), vectors)
+
+
+@pytest.mark.parametrize("field", ["home+work", "work"])
+def test_values_of_a_shared_vocabulary_are_erased(cities, tmp_path, field):
+    run, _ = cities
+    shutil.copytree(run.dir, tmp_path / "run")
+    (tmp_path / "keys.txt").write_text("Oslo\nRome\nnowhere\n")
+    words = ["erase", str(tmp_path / "run"), "--field", field]
+    before = set(saved_keys(tmp_path / "run"))
+    assert checkpoint([*words, "--keys", str(tmp_path / "keys.txt")]) == 0
+    gone = before - set(saved_keys(tmp_path / "run"))
+    keys, _ = string_keys(pl.Series(["Oslo", "Rome"]))
+    assert gone == set(keys.to_numpy().view(np.int64).tolist())
+
+
+def saved_keys(run):
+    saved = open_checkpoint(list_checkpoints(run / "checkpoints")[0])
+    return saved.tensor("vocabularies/home+work/keys").tolist()

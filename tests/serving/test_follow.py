@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
 from sbpflow.commands.export import export, export_model
 from sbpflow.commands.follow import exports_in
-from sbpflow.errors import ConfigError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.export.chain import export_next
 from sbpflow.run.saved.saved_model import saved_config
@@ -96,6 +97,29 @@ def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, ro
     # run.
     assert follow(4) == "step-4"
     assert [path.name for path in bundles_in(tmp_path / "out")] == ["step-4"]
+
+
+def test_a_bundle_is_served_until_its_replacement_is_complete(run, tmp_path):
+    """A restarted run may export a step for which the folder has a bundle."""
+    checkpoint, out = open_checkpoint(run / "step-12"), tmp_path / "out"
+    for name in ("step-12/deltas", ".new", ".old"):  # the last two are of an interrupted export
+        (out / name).mkdir(parents=True)
+    (out / "step-12" / "model.json").write_text('{"checkpoint": "earlier"}')
+
+    def write_base(checkpoint, target, fails=False):
+        assert (newest_bundle(out) / "model.json").read_text() == '{"checkpoint": "earlier"}'
+        target.mkdir()
+        (target / "model.json").write_text('{"checkpoint": "later"}')
+        assert [path.name for path in bundles_in(out)] == ["step-12"]
+        if fails:
+            raise CheckpointError("removed")
+
+    with pytest.raises(CheckpointError):
+        export_next(checkpoint, out, 0, partial(write_base, fails=True))
+    assert (newest_bundle(out) / "model.json").read_text() == '{"checkpoint": "earlier"}'
+    assert export_next(checkpoint, out, 0, write_base) == out / "step-12"
+    assert (out / "step-12" / "model.json").read_text() == '{"checkpoint": "later"}'
+    assert [path.name for path in out.rglob("*")] == ["step-12", "model.json"]
 
 
 def values_of_base(bundle: Path) -> dict[str, torch.Tensor]:

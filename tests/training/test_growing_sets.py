@@ -34,7 +34,7 @@ model:
   wide: {columns: [C3], crosses: [[C1, C2]]}
   fields:
     C3: {vocabulary: dynamic, admit_count: 2, evict: {max_rows: 65536}}
-    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000,
+    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1500,
          evict: {max_rows: 65536, idle_samples: 200}}
 optimizer: {sparse: {name: rowwise_adagrad}}
 parallel: {kernel: torch, scheme: 3}

@@ -110,7 +110,7 @@ def aligned(
             sizes = _bucket_sizes(table.num_rows, parts)
             if sbp.sizes is None:
                 nd_sbp[axis] = Split(0, sizes)
-            elif any(end not in _bounds(table.num_rows) for end in accumulate(sbp.sizes)):
+            elif not _bounds(table.num_rows).issuperset(accumulate(sbp.sizes)):
                 raise ConfigError(
                     f"{config.key or f'table {table.name}'}: sizes {list(sbp.sizes)} split the "
                     "rows of a single key bucket; use sizes that end at bucket boundaries (for "

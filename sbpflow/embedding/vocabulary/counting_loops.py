@@ -16,6 +16,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     IS_LFU,
     NEW_SCALE,
     NOW,
+    PENDING_LIMIT,
     SCALE,
     U64,
     VALUE,
@@ -41,18 +42,9 @@ def addresses_of(keys: Array, out: Array) -> None:
 
 @compiled
 def observe(
-    t: Arrays,
-    keys: Array,
-    counts: Array,
-    out: Array,
-    log: Array,
-    log_counts: Array,
-    candidates: Array,
-    unresolved: Array,
-    sizes: Array,
-    migrates: bool | None,
-    repeats: bool | None,
-) -> None:
+    t: Arrays, keys: Array, counts: Array, out: Array, log: Array, log_counts: Array,
+    candidates: Array, unresolved: Array, sizes: Array, migrates: bool | None, repeats: bool | None,
+) -> None:  # fmt: skip
     """Count the occurrences of ``keys`` [n]. For each key that has a row, write the row to ``out``,
     which may be the same array as ``keys``.
 
@@ -60,20 +52,23 @@ def observe(
     place of the key in the map. ``log`` receives the address of each key and its value before this
     batch, ``candidates`` receives the addresses (possibly repeated) of keys that can be admitted,
     and ``unresolved`` receives the position and address of each key without a row. The number of
-    entries in each of these lists and the number of new keys are written to ``sizes``. The old
-    counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is None
-    unless the map migrates: for None, numba compiles a loop that ignores the second array and is a
-    third faster. ``repeats`` is None unless most keys are expected to repeat keys of the batch.
+    entries in each of these lists, the number of new keys, and the number of keys whose count
+    restarts are written to ``sizes``. The old counts of rows are written to ``log_counts`` if
+    evictions depend on counts. The count of a key without a row restarts if the key was last used
+    before batch ``PENDING_LIMIT``. ``migrates`` is None unless the map migrates: for None, numba
+    compiles a loop that ignores the second array and is a third faster. ``repeats`` is None unless
+    most keys are expected to repeat keys of the batch.
     """
     state, row_counts = t.state, t.row_counts
     # An index into two dimensions would be multiplied by a length at run time.
     slots, new_slots = t.slots.reshape(-1), t.new_slots.reshape(-1)
     log, unresolved = log.reshape(-1), unresolved.reshape(-1)
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
+    pending_limit = state[PENDING_LIMIT]
     first, first_row, edge = state[FIRST], state[FIRST_ROW], state[EDGE]
     scale, new_scale, n = state[SCALE], state[NEW_SCALE], keys.size
     # Places and positions are unsigned, so that numba generates no code for negative indices.
-    num_log = num_new = num_candidates = num_unresolved = U64(0)
+    num_log = num_new = num_candidates = num_unresolved = num_restarted = U64(0)
     addresses_of(keys, out)  # kept in ``out`` while the cache lines that they map to are loaded
     for i in range(min(DISTANCE, n)):
         prefetch_home(slots, out[i], scale, first)
@@ -110,7 +105,10 @@ def observe(
             row_counts[content - 1] = min(row_counts[content - 1] + count, MAX_COUNT)
         num_log += U64((value >> 32) != now)
         num_new += U64(value == 0)
-        new_content = content if has_row else max(content - count, -MAX_COUNT)
+        restarts = (content < 0) & ((value >> 32) < pending_limit)
+        num_restarted += U64(restarts)
+        counted = 0 if restarts else content
+        new_content = content if has_row else max(counted - count, -MAX_COUNT)
         array[TWO * place], array[TWO * place + ONE] = address, value_of(now, new_content)
         candidates[num_candidates] = address
         num_candidates += U64(-new_content >= admit_count)
@@ -120,6 +118,7 @@ def observe(
         out[i] = content - 1 + first_row if has_row else I64(place) + offset
     state[ENTRIES] += I64(num_new)
     sizes[0], sizes[1], sizes[2], sizes[3] = num_log, num_new, num_candidates, num_unresolved
+    sizes[4] = num_restarted
 
 
 @compiled

@@ -23,7 +23,6 @@ from sbpflow.embedding.vocabulary.key_map import (
     STEP_START,
     VALUE,
     Arrays,
-    address_of,
     bucket_of,
     content_of,
     home,
@@ -336,24 +335,3 @@ def _count_idle(t: Arrays, first: int, last: int, limit: int) -> int:
             count += array[at, VALUE] != 0 and array[at, VALUE] >> 32 < limit
             at += 1
     return count
-
-
-@compiled
-def erase(t: Arrays, keys: Array, freed: Array, sizes: Array) -> None:
-    """Remove keys, and write their rows to ``freed``, which has the size of ``keys``.
-
-    The numbers of removed keys with and without rows are written to ``sizes``.
-    """
-    state, slots, new_slots = t.state, t.slots, t.new_slots
-    sizes[:] = 0
-    for i in range(keys.size):
-        address = address_of(keys[i])
-        place = place_of(state, slots, new_slots, address)
-        content = content_of(value_at(slots, new_slots, place))
-        if content == 0:
-            continue
-        remove_at(state, slots, new_slots, place)
-        if content > 0:
-            _free_row(state, t.free_rows, t.live, address, content - 1)
-            freed[sizes[0]] = content - 1
-        sizes[0 if content > 0 else 1] += 1

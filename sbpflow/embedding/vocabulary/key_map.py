@@ -22,14 +22,15 @@ U64, I64, I32 = np.uint64, np.int64, np.int32
 SHIFT = 64 - (NUM_BUCKETS.bit_length() - 1)
 HALF = NUM_BUCKETS // 2  # Addresses are signed.
 PAD = 4096  # Number of slots after the last home slot.
+MAX_SLOTS = 2**31 - 1  # With more slots, the product in ``home`` would exceed int64.
 IN_NEW = 1 << 40  # Bit that marks a place in the array that the map migrates to.
 LOW_32 = (1 << 32) - 1
 ADDRESS, VALUE = 0, 1  # Columns of slots and logs.
 # Elements of ``state``. ``EDGE`` is the first slot that has not yet migrated.
 SLOTS, EDGE, NEW_SLOTS, SCALE, NEW_SCALE, FIRST, ENTRIES = 0, 1, 2, 3, 4, 5, 6
 NEXT_ROW, FREE_ROWS, NOW, STEP_START = 7, 8, 9, 10
-FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU = 11, 12, 13, 14
-STATE_SIZE = 15
+FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU, PENDING_LIMIT = 11, 12, 13, 14, 15
+STATE_SIZE = 16
 
 
 class Arrays(NamedTuple):
@@ -69,6 +70,11 @@ def address_of(key: int) -> Any:  # noqa: ANN401 (numba types)
 def bucket_of(state: Array, address: int) -> int:
     """Return the bucket of an address, counted from this part's first bucket."""
     return (address >> SHIFT) + HALF - state[FIRST_BUCKET]
+
+
+def buckets_of(addresses: Array) -> Array:
+    """Return the buckets of addresses, counted from the first bucket of all parts."""
+    return (addresses >> SHIFT) + HALF
 
 
 @compiled

@@ -19,7 +19,7 @@ from sbpflow.embedding.storage.live_rows import NO_TIME, Changes, Saved
 from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, undo_loops
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.embedding.vocabulary.vocabulary_copy import Clock, VocabularyCopy, used_slots
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.compute.compiled import Array
 
 MIN_SLOTS = 1024
@@ -113,7 +113,7 @@ class Vocabulary:
         """Compile the loops over the keys of a batch in every form, so that no batch has to wait
         for the compiler.
         """
-        none, sizes, t = np.empty(0, np.int64), np.zeros(4, np.int64), self.arrays
+        none, sizes, t = np.empty(0, np.int64), np.zeros(5, np.int64), self.arrays
         log, log_counts = self._new_log(0)
         eviction_loops.decide(t, none, log, log_counts, none, none, sizes)
         counting_loops.resolve(t, none, log, none, none, sizes)
@@ -142,7 +142,7 @@ class Vocabulary:
         latest event time of the samples on all ranks. If ``out`` is given, the rows are written to
         it; it may be the same array as ``keys``.
         """
-        n, sizes = keys.size, np.zeros(4, np.int64)
+        n, sizes = keys.size, np.zeros(5, np.int64)
         self._make_room(n)
         t = self.arrays
         self._clock.add(samples, time)
@@ -150,6 +150,7 @@ class Vocabulary:
         step_start = self._step_start
         self._step_start = now if begins_step else step_start
         t.state[km.NOW], t.state[km.STEP_START] = now, self._step_start
+        t.state[km.PENDING_LIMIT] = pending_limit = self._clock.limit(self._forget)
         out = np.empty(n, np.int64) if out is None else out
         candidates, unresolved = np.empty(n, np.int64), np.empty((n, 2), np.int64)
         log, log_counts = self._new_log(n)
@@ -157,7 +158,7 @@ class Vocabulary:
             t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, t.migrates,
             self._repeats,
         )  # fmt: skip
-        num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
+        num_used, num_counted, num_candidates, num_unresolved, num_restarted = sizes.tolist()
         self._repeats = True if num_used < n * MOST_DISTINCT else None
         logs = [(_part(log, num_used), _part(log_counts, num_used))]
         new_rows = admitted = _NONE
@@ -173,7 +174,7 @@ class Vocabulary:
         if num_unresolved:
             counting_loops.resolve(t, candidates, unresolved[:num_unresolved], counts, out, sizes)
             num_pending, num_refused = sizes[:2].tolist()
-        swept, swept_counts, freed = self._sweep(now)
+        swept, swept_counts, freed = self._sweep(now, pending_limit)
         logs.append((swept, swept_counts))
         num_idle, num_forgotten = freed.size, swept.shape[0] - freed.size
         totals = Totals(
@@ -181,7 +182,7 @@ class Vocabulary:
             pending=num_counted - num_new - num_forgotten,
             admitted=num_new,
             evicted=num_evicted + num_idle,
-            forgotten=num_forgotten,
+            forgotten=num_forgotten + num_restarted,
             lookups=int(counts.sum()) if counts.size else n,
             pending_lookups=num_pending,
             refused_lookups=num_refused,
@@ -193,7 +194,7 @@ class Vocabulary:
     def _new_log(self, n: int) -> tuple[Array, Array]:
         return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
 
-    def _sweep(self, now: int) -> tuple[Array, Array, Array]:
+    def _sweep(self, now: int, pending_limit: int) -> tuple[Array, Array, Array]:
         """Remove idle keys from the buckets whose turn it is; return the log of these keys, the
         counts of their rows, and the freed rows.
         """
@@ -207,14 +208,13 @@ class Vocabulary:
             return none
         # A key used by this step stays, even if the step has more samples than the limit.
         row_limit = min(self._clock.limit(self._idle, self._idle_time), self._step_start)
-        pending_limit = self._clock.limit(self._forget)
         return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit)
 
     def owned(self, keys: Array) -> Array:
         """Return the keys in the buckets of this vocabulary."""
         addresses = np.empty(keys.size, np.int64)
         counting_loops.addresses_of(keys, addresses)
-        buckets = (addresses >> km.SHIFT) + NUM_BUCKETS // 2
+        buckets = km.buckets_of(addresses)
         return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
@@ -237,7 +237,7 @@ class Vocabulary:
             self._step_start = step.step_start
         slots = used_slots(t)
         contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
-        buckets = (slots[contents > 0, km.ADDRESS] >> km.SHIFT) + km.HALF - self.buckets[0]
+        buckets = km.buckets_of(slots[contents > 0, km.ADDRESS]) - self.buckets[0]
         t.live[:] = np.bincount(buckets, minlength=t.live.size)
         is_free = np.ones(int(state[km.NEXT_ROW]), np.bool)
         is_free[contents[contents > 0] - 1] = False
@@ -307,10 +307,8 @@ class Vocabulary:
         self.totals = Totals(*totals)
         self.totals.live = saved.addresses.size
         self.totals.pending = saved.pending_addresses.size
-        live = np.bincount(
-            (saved.addresses >> km.SHIFT) + NUM_BUCKETS // 2 - self.buckets[0],
-            minlength=room.size,
-        )
+        buckets = km.buckets_of(saved.addresses) - self.buckets[0]
+        live = np.bincount(buckets, minlength=room.size)
         if (live > room).any():
             bucket = int((live - room).argmax())
             numbers = np.arange(live.size) + self.buckets[0]
@@ -323,28 +321,15 @@ class Vocabulary:
             )
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
         t = self.arrays
-        undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
+        # A key with a row has occurred at least ``admit_count`` times; lru saves no counts.
+        counts = np.maximum(saved.counts, self.growth.admit_count)
+        undo_loops.load_rows(t, saved.addresses, saved.lasts, counts)
         t.live[:] = live
         undo_loops.load_pending(
             t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts
         )
         first = saved.now - saved.clock.size + 1
         self._clock = Clock(first, saved.clock.tolist(), saved.times.tolist())
-
-    def erase(self, keys: Array) -> Array:
-        """Remove keys with their rows and counts; return the freed rows. No batch may be in
-        flight.
-        """
-        if self._steps:
-            raise RuntimeError(
-                "keys cannot be erased while batches are in flight; release or cancel the "
-                "batches first"
-            )
-        sizes, freed = np.zeros(2, np.int64), np.empty(keys.size, np.int64)
-        eviction_loops.erase(self.arrays, keys, freed, sizes)
-        self.totals.live -= int(sizes[0])
-        self.totals.pending -= int(sizes[1])
-        return freed[: sizes[0]] + self.first_row
 
     def _make_room(self, count: int) -> None:
         """Make room for ``count`` new keys: start growing the map, or continue growing it."""
@@ -369,19 +354,29 @@ class Vocabulary:
                 self._make_room(count)
 
     def _begin_to_grow(self, slots: int) -> None:
-        state = self.arrays.state
+        state, scale = self.arrays.state, self._scale(slots)
         self.arrays = self.arrays._replace(new_slots=_slots(slots))
-        state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, self._scale(slots)
+        state[km.NEW_SLOTS], state[km.NEW_SCALE] = slots, scale
 
     def reserve(self, num_keys: int) -> None:
         """Make room for keys in an empty map."""
         load, state = _most_load(num_keys) - 0.1, self.arrays.state
         slots = max(MIN_SLOTS, int(num_keys / load))
-        self.arrays = self.arrays._replace(slots=_slots(slots))
         state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
+        self.arrays = self.arrays._replace(slots=_slots(slots))
 
     def _scale(self, slots: int) -> int:
-        """Return the number of slots per unit of an address's upper 32 bits, times 2^32."""
+        """Return the number of slots per unit of an address's upper 32 bits, times 2^32. Raise
+        ConfigError if there are more slots than ``home`` can compute.
+        """
+        if slots > km.MAX_SLOTS:
+            totals, forget = self.totals, self._forget
+            use = "a smaller value" if forget else "a number of samples"
+            raise ConfigError(
+                f"forget_after_samples is {forget or 'not set'}: {totals.pending} keys without "
+                f"rows and {totals.live} keys with rows need a map of {slots} slots on one rank, "
+                f"but a map has at most {km.MAX_SLOTS}; use {use}, or more ranks"
+            )
         first, last = self.buckets
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
 

@@ -40,13 +40,16 @@ class Clock:
 
     def limit(self, idle: int | None, idle_time: float | None = None) -> int:
         """Return the first batch that is within both the last ``idle`` samples and the last
-        ``idle_time``.
+        ``idle_time``, or -1 if no batch is known to be outside of them.
         """
-        samples, at = self.samples, -1 - self.first
+        # Batches before ``first`` may be within any limit that reaches back to ``first``: a run may
+        # continue a clock that was pruned for smaller limits.
+        samples, unknown = self.samples, -1 - self.first
+        at = unknown
         if idle is not None:
-            at = bisect_left(samples, samples[-1] - idle)
+            at = bisect_left(samples, samples[-1] - idle) or unknown
         if idle_time is not None:
-            at = max(at, self._first_since(idle_time, len(samples) - 1))
+            at = max(at, self._first_since(idle_time, len(samples) - 1) or unknown)
         return self.first + at
 
     def prune(self, idle: int, idle_time: float | None, trained: int) -> None:

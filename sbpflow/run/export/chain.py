@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.checkpoint.folder import good_checkpoints
+from sbpflow.checkpoint.folder import good_checkpoints, sync_path
 from sbpflow.checkpoint.format import INDEX_FILE, digest_of
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, DataError
@@ -140,12 +140,20 @@ def export_next(
             if growing is not None:
                 return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
-    if target.exists():  # the run was restarted
-        shutil.rmtree(target)
-    write_base(checkpoint, target)
-    for old in bundles_in(folder):
-        if old != target:
-            shutil.rmtree(old)
+    # If the run was restarted, the target may exist. It is served until the new bundle is complete,
+    # and is then moved aside, because a folder can only replace an empty folder.
+    new, old = folder / ".new", folder / ".old"
+    for path in (new, old):  # of an interrupted export
+        shutil.rmtree(path, ignore_errors=True)
+    write_base(checkpoint, new)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    sync_path(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    for bundle in bundles_in(folder):
+        if bundle != target:
+            shutil.rmtree(bundle)
     return target
 
 
