@@ -220,8 +220,8 @@ def test_several_writes_are_in_flight_before_one_waits():
         assert out[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
-def wait_until(condition, message):
-    deadline = time.monotonic() + 20
+def wait_until(condition, message, limit_s=20):
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, message
         time.sleep(0.01)
@@ -365,6 +365,21 @@ def test_a_new_session_frees_the_rows_and_closes_earlier_connections():
             old.read(every, np.empty((every.size, 1), np.int64))
         with pytest.raises(ServerLostError, match="refused: it is serving another launch"):
             write_until_refused(writer, every.size)
+
+
+def test_a_rank_that_hangs_keeps_neither_rows_nor_connections(monkeypatch):
+    monkeypatch.setattr(server, "GREET_S", 3.0)
+    request = struct.pack("<BxxxI", 1, MAX_ROWS) + np.arange(MAX_ROWS, dtype="<i4").tobytes()
+    with running(1, Watched) as servers:
+        servers.begin()
+        with servers.connect(0, OPEN, num_rows=MAX_ROWS, record_bytes=1 << 13) as sock:
+            sock.sendall(request)
+            sock.recv(1)  # the server is sending a reply of 32 MB, which no buffer can hold
+            session = Watched.started[-1]._sessions[servers.session]
+            rows, (connection,) = weakref.ref(session.blocks[0, 0].records), session.sockets
+            replace(servers, session=bytes(15) + b"1").begin()
+            wait_until(lambda: rows() is None, "the rows are kept", limit_s=1.5)
+            wait_until(lambda: connection.fileno() < 0, "the connection is open")
 
 
 def test_a_server_at_two_addresses_is_refused():
