@@ -47,8 +47,8 @@ MAX_CONNECTIONS = 2048  # of a session
 # pause before accepting connections again when this process has too many open files
 _NO_FILES_S = 0.5
 # Keepalive settings: an idle connection to a machine that has disappeared ends after about a
-# minute. There is no time limit for the peer to read replies (TCP_USER_TIMEOUT): a rank that waits
-# for another server reads nothing, and its own time limit would then name the wrong server.
+# minute. TCP_USER_TIMEOUT is not set, because a rank reads no replies while it waits for another
+# server; it would later report this server as lost, instead of the other one.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
