@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import socket
 import sys
 import threading
@@ -49,6 +50,7 @@ def embedding_server(argv: Sequence[str]) -> int:
     index = _index_of(args.index, len(addresses), key)
     limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
     server = make_server(named, int(limit))
+    _raise_file_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
     if args.listener is None:
         listener = _listen(addresses[index], f"{key}.addresses")
@@ -59,6 +61,14 @@ def embedding_server(argv: Sequence[str]) -> int:
         logging.info("server %s listens on %s:%d", args.index, *listener.getsockname()[:2])
         server.serve(listener)
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Allow this process to open as many files as the system permits, because each connection is
+    one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _index_of(text: str, count: int, key: str) -> int:
@@ -78,12 +88,12 @@ def _listen(address: tuple[str, int], key: str) -> socket.socket:
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
+        listener.listen(_BACKLOG)  # fails if another server began to listen after the bind
     except OSError as error:
         raise ConfigError(
             f"{key}: this server cannot listen on {address[0]}:{address[1]} ({error.strerror}); "
             "use an address of this machine and a free port"
         ) from error
-    listener.listen(_BACKLOG)
     return listener
 
 

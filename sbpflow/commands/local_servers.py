@@ -39,9 +39,11 @@ def local_servers(path: Path, overrides: Sequence[str], count: int) -> Generator
                 f"--servers {count} cannot be combined with parallel.storage.{pattern}.addresses, "
                 "which lists servers that are already running; remove one of the two"
             )
+    options = _options(path, count)
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sbpflow-")))
         secret = folder / "secret"
+        secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         listeners = [
             opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
@@ -52,16 +54,25 @@ def local_servers(path: Path, overrides: Sequence[str], count: int) -> Generator
             key = f"parallel.storage.{pattern}"
             words += [f"{key}.addresses=[{addresses}]", f"{key}.secret_file={secret}"]
         for index, listener in enumerate(listeners):
-            opened.callback(_stop, _start(path, words, f"{index}/{count}", listener))
+            given = [*options, "--index", f"{index}/{count}", *words]
+            opened.callback(_stop, _start(given, listener))
             listener.close()
         yield words
 
 
-def _start(
-    path: Path, words: Sequence[str], index: str, listener: socket.socket
-) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "sbpflow", "embedding-server", "--config", str(path)]
-    command += ["--index", index, "--listener", str(listener.fileno()), *words]
+def _options(path: Path, count: int) -> list[str]:
+    """Return the options of all servers, which share the memory of this machine."""
+    from sbpflow.runtime.compute.devices import memory_bytes
+
+    options = ["--config", str(path)]
+    if (memory := memory_bytes("cpu")) is not None:
+        options += ["--memory-gb", f"{memory / count / 1e9:.6f}"]
+    return options
+
+
+def _start(words: Sequence[str], listener: socket.socket) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "sbpflow", "embedding-server", *words]
+    command += ["--listener", str(listener.fileno())]
     # Ctrl-C must reach only the ranks; the servers exit later, when their stdin is closed.
     return subprocess.Popen(
         command,

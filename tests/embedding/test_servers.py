@@ -6,15 +6,17 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from sbpflow.embedding.cache import remote_records, server_protocol
+from sbpflow.embedding.cache import remote_records, server, server_protocol
 from sbpflow.embedding.cache.records import MappedRecords
 from sbpflow.embedding.cache.remote_records import WRITES_IN_FLIGHT, RemoteRecords, Servers
 from sbpflow.embedding.cache.server import EmbeddingServer
@@ -175,11 +177,11 @@ def test_a_cached_store_is_exact_under_any_timing(seed):
         assert store.counts.fetched > store.counts.new > 0
         del store
     gc.collect()
-    deadline = time.monotonic() + 20
     names = {"row writer", "row mover"}
-    while any(t.name in names for t in set(threading.enumerate()) - before):
-        assert time.monotonic() < deadline, "a thread outlives its store"
-        time.sleep(0.01)
+    wait_until(
+        lambda: not any(t.name in names for t in set(threading.enumerate()) - before),
+        "a thread outlives its store",
+    )
 
 
 def test_several_writes_are_in_flight_before_one_waits():
@@ -218,16 +220,23 @@ def test_several_writes_are_in_flight_before_one_waits():
         assert out[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
-def write_until_refused(records):
+def wait_until(condition, message, limit_s=20):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.01)
+
+
+def write_until_refused(records, num_rows=10):
     for _ in range(500):
-        records.write(np.arange(10), np.ones((10, 1), np.int64))
+        records.write(np.arange(num_rows), np.ones((num_rows, 1), np.int64))
         time.sleep(0.01)
 
 
 def test_a_new_session_drops_rows_and_refuses_earlier_connections():
     with running(2) as servers:
         servers.begin()
-        old = RemoteRecords(servers, 0, 10, records_like(1))
+        old, writer = (RemoteRecords(servers, store, 10, records_like(1)) for store in range(2))
         old.write(np.arange(10), np.ones((10, 1), np.int64))
         old.read(np.arange(10), np.empty((10, 1), np.int64))
         new = replace(servers, session=bytes(15) + b"1")
@@ -241,7 +250,7 @@ def test_a_new_session_drops_rows_and_refuses_earlier_connections():
         ):
             old.read(np.arange(10), np.empty((10, 1), np.int64))
         with pytest.raises(ServerLostError, match="refused: it is serving another launch"):
-            write_until_refused(old)
+            write_until_refused(writer)
         for late in (servers.begin, lambda: RemoteRecords(servers, 0, 10, records_like(1))):
             with pytest.raises(ServerLostError, match="refused: it is serving another launch"):
                 late()
@@ -251,7 +260,7 @@ def test_sizes_are_checked_before_rows_are_allocated():
     with running(1, memory=1000) as servers:
         servers.begin()
         RemoteRecords(servers, 0, 100, records_like(1))
-        with pytest.raises(ServerLostError, match=r"limit is 0\.00 GB; use more servers"):
+        with pytest.raises(ConfigError, match=r"limit is 0\.00 GB; use more servers"):
             RemoteRecords(servers, 1, 100, records_like(1))
         with pytest.raises(ServerLostError, match="store 0 of rank 0 already exists"):
             RemoteRecords(servers, 0, 50, records_like(1))
@@ -265,10 +274,7 @@ def test_a_wrong_secret_is_named_on_both_sides(caplog):
             ConfigError, match=r"secret_file: embedding server 0 of 1 .* has a different secret"
         ):
             servers.begin()
-        end = time.monotonic() + 10
-        while "its secret differs" not in caplog.text and time.monotonic() < end:
-            time.sleep(0.01)
-        assert "its secret differs" in caplog.text
+        wait_until(lambda: "its secret differs" in caplog.text, "the server logs nothing")
 
 
 def test_an_impostor_without_the_secret_gets_no_rows(monkeypatch):
@@ -331,6 +337,94 @@ def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
         places = (free.getsockname(), servers.addresses[1])
         with pytest.raises(ServerLostError, match=rf"{match} 0\.5 s.*start it with"):
             replace(servers, addresses=places, limit_s=0.5).begin()
+
+
+class Watched(EmbeddingServer):
+    """Is accessible to a test as ``started[-1]``."""
+
+    started: ClassVar[list[EmbeddingServer]] = []
+
+    def __init__(self, secret, memory):
+        super().__init__(secret, memory)
+        self.started.append(self)
+
+
+def test_a_new_session_frees_the_rows_and_closes_earlier_connections():
+    every = np.arange(5 * MAX_ROWS)  # more than one request
+    with running(1, Watched) as servers:
+        servers.begin()
+        old, writer = (RemoteRecords(servers, n, 5 * MAX_ROWS, records_like(1)) for n in range(2))
+        old.write(every, np.ones((every.size, 1), np.int64))
+        session = Watched.started[-1]._sessions[servers.session]
+        rows, sockets = weakref.ref(session.blocks[0, 0].records), list(session.sockets)
+        assert len(sockets) == 4
+        replace(servers, session=bytes(15) + b"1").begin()
+        wait_until(lambda: rows() is None, "the rows of the earlier session are kept")
+        wait_until(lambda: all(s.fileno() < 0 for s in sockets), "a connection is open")
+        with pytest.raises(ServerLostError, match="refused: it is serving another launch"):
+            old.read(every, np.empty((every.size, 1), np.int64))
+        with pytest.raises(ServerLostError, match="refused: it is serving another launch"):
+            write_until_refused(writer, every.size)
+
+
+def test_a_rank_that_hangs_keeps_neither_rows_nor_connections(monkeypatch):
+    monkeypatch.setattr(server, "GREET_S", 3.0)
+    request = struct.pack("<BxxxI", 1, MAX_ROWS) + np.arange(MAX_ROWS, dtype="<i4").tobytes()
+    with running(1, Watched) as servers:
+        servers.begin()
+        with servers.connect(0, OPEN, num_rows=MAX_ROWS, record_bytes=1 << 13) as sock:
+            sock.sendall(request)
+            sock.recv(1)  # the server is sending a reply of 32 MB, which no buffer can hold
+            session = Watched.started[-1]._sessions[servers.session]
+            rows, (connection,) = weakref.ref(session.blocks[0, 0].records), session.sockets
+            replace(servers, session=bytes(15) + b"1").begin()
+            wait_until(lambda: rows() is None, "the rows are kept", limit_s=1.5)
+            wait_until(lambda: connection.fileno() < 0, "the connection is open")
+
+
+def test_a_server_at_two_addresses_is_refused():
+    with running(1) as servers:
+        twice = replace(servers, addresses=servers.addresses * 2)
+        match = r"t\.addresses: embedding server 1 of 2 .* also server 0, .*list each server once"
+        with pytest.raises(ConfigError, match=match):
+            twice.begin()
+    with running(2) as servers:
+        servers.begin()
+        other = replace(servers, rank=1, addresses=servers.addresses[::-1])
+        with pytest.raises(ConfigError, match=r"server 0 of 2 .* rank 0 reached it as server 1"):
+            RemoteRecords(other, 0, 10, records_like(1))
+
+
+def test_no_late_reply_is_read_as_other_rows(monkeypatch):
+    def late(sock, kind, count, *, more=False):
+        time.sleep(0.6 if more else 0)  # replies to reads come after the time limit
+        server_protocol.send_header(sock, kind, count, more=more)
+
+    monkeypatch.setattr(server, "send_header", late)
+    with running(1) as servers:
+        servers.begin()
+        records = short_waits(RemoteRecords(servers, 0, 10, records_like(1)))
+        records.write(np.arange(10), np.arange(10)[:, None])
+        wait_until(lambda: not records._writes._writes, "the write is not confirmed")
+        for row in (1, 2):
+            with pytest.raises(ServerLostError, match="does not answer within"):
+                records.read(np.array([row]), np.empty((1, 1), np.int64))
+            time.sleep(0.6)
+
+
+def test_a_rank_may_wait_for_another_server_before_it_reads_a_reply():
+    limits = []
+
+    class Limits(EmbeddingServer):
+        def _answer(self, sock, purpose):
+            limits.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+            super()._answer(sock, purpose)
+
+    with running(1, Limits) as servers:
+        servers.begin()
+        records = RemoteRecords(servers, 0, 10, records_like(1))
+        records.read(np.arange(10), np.empty((10, 1), np.int64))
+    assert set(limits) == {0}  # none
 
 
 def bad_messages() -> dict[str, bytes]:

@@ -1,18 +1,25 @@
 """Tests ``parallel.storage``: refused settings, the plan, its memory, and the forecast."""
 
+import errno
 import re
+import resource
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from sbpflow.commands import local_servers
 from sbpflow.commands.embedding_server import embedding_server
 from sbpflow.config.parse import build
 from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.cache.server import EmbeddingServer
 from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.plan.out_of_range import SUBSTITUTES
 from sbpflow.embedding.storage.store import DeviceStore
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.cache_forecast import forecast
 from sbpflow.run.planning.explain import describe, format_plan
@@ -20,6 +27,9 @@ from sbpflow.run.planning.explain_caches import rate_lines
 from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
 from sbpflow.run.planning.storage import AUTO_LOOKAHEAD
 from sbpflow.run.planning.text import format_size
+from sbpflow.runtime.compute.devices import memory_bytes
+from tests.objects.server import free_port
+from tests.training.test_resume import CONFIG
 from tests.training.test_stores import FIELDS, batch_of
 from tests.training.wdl_case import FIELDS as SMALL
 from tests.training.wdl_case import make_config, make_job
@@ -198,3 +208,68 @@ def test_the_advised_cache_fits_all_batches_on_all_ranks():
         forecast(plan_of({"deep.*": {"kind": "file", "cache": "0.5%"}}), batches())
     advised = re.search(r"use ([\d.]+%) or more", str(refused.value))[1]
     assert forecast(plan_of({"deep.*": {"kind": "file", "cache": advised}}), batches())
+
+
+@pytest.mark.parametrize("policy", ["clamp", "hash"])
+def test_explain_counts_the_rows_that_replace_bad_ids(policy):
+    config = config_with({"deep.*": FILE})
+    config = replace(config, data=replace(config.data, out_of_range=policy))
+    _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
+    batches = [batch_of(number).ids.long() + 300 for number in range(12)]
+    limits = torch.tensor([field.rows for field in FIELDS.ids])
+    replaced = [SUBSTITUTES[policy](ids, limits) for ids in batches]
+    assert not all(torch.equal(*pair) for pair in zip(batches, replaced, strict=True))
+    assert forecast(plan, batches) == forecast(plan, replaced)
+    with pytest.raises(DataError, match=r"field C\d has id \d+ in row"):
+        forecast(plan_of({"deep.*": FILE}), batches)
+
+
+def test_local_servers_share_the_memory_and_have_a_private_secret(monkeypatch):
+    commands = []
+
+    def start(words, listener):
+        commands.append(words)
+        (secret,) = [word for word in words if "secret_file=" in word]
+        assert Path(secret.partition("=")[2]).stat().st_mode & 0o777 == 0o600
+
+    monkeypatch.setattr(local_servers, "_start", start)
+    monkeypatch.setattr(local_servers, "_stop", lambda server: None)
+    rule = "parallel.storage.deep.*={kind: servers, cache: 10%}"
+    with local_servers.local_servers(Path(CONFIG), [rule, "data.path=x"], 3):
+        sizes = [float(words[words.index("--memory-gb") + 1]) for words in commands]
+    assert len(sizes) == 3
+    assert sum(sizes) * 1e9 == pytest.approx(memory_bytes("cpu"), rel=1e-6)
+
+
+def serve_one(tmp_path):
+    """Run an embedding server on a free port."""
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    place = f"addresses: ['127.0.0.1:{free_port()}'], secret_file: {secret}"
+    rule = f"parallel.storage.deep.*={{kind: servers, cache: 10%, {place}}}"
+    return embedding_server(["--config", CONFIG, "--index", "0/1", rule, "data.path=x"])
+
+
+def test_a_server_may_open_all_the_files_that_the_system_permits(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(
+        EmbeddingServer,
+        "serve",
+        lambda server, listener: limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1, 1024), hard))
+    try:
+        assert serve_one(tmp_path) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == [hard]
+
+
+def test_a_server_whose_port_is_taken_while_it_starts_says_so(tmp_path, monkeypatch):
+    def listen(sock, backlog):
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "listen", listen)
+    with pytest.raises(ConfigError, match=r"cannot listen on 127.* \(Address already in use\)"):
+        serve_one(tmp_path)

@@ -18,6 +18,7 @@ import pytest
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.config.storage_rules import StorageRule
+from sbpflow.errors import ConfigError
 from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.ranks.world import World
@@ -102,6 +103,23 @@ def test_rows_on_servers_equal_rows_on_the_device(ranks, tmp_path, size, count):
             assert one["losses"] == device["losses"][-len(one["losses"]) :]
     assert sum(served["written"] for _, served, *_ in found) > 20
     check_checkpoints(tmp_path, "servers")
+
+
+def refusal(world: World, case: Case, addresses: list[str], secret: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        job_of(world, case, addresses, secret)
+    return str(refused.value)
+
+
+def test_all_ranks_report_that_the_rows_do_not_fit_on_the_servers(ranks, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    case = Case("3", "numba", "adagrad", lookahead=2)
+    with running(2, memory=50_000) as servers:
+        addresses = [f"{host}:{port}" for host, port in servers.addresses]
+        found = ranks(2, refusal, case, addresses, tmp_path / "secret")
+    assert found[0] == found[1]
+    assert "embedding server 0 of 2 at 127.0.0.1:" in found[0]
+    assert "refused: the rows need 0.00 GB, but this server's limit is 0.00 GB" in found[0]
 
 
 COMMON = ("parallel.kernel=numba", "train.epochs=6", "train.eval_every=20", "checkpoint.every=5")

@@ -31,15 +31,11 @@ class SlotBlock:
         self._loops = find_loops()
         self._device = kernel.weights.device
         self._is_cuda = self._device.type == "cuda"
-        # On the host: each tensor's words as an array, and the first column of these words in a
-        # record.
-        self._arrays: list[tuple[Array, int]] = []
+        # On the host: each tensor's words as an array.
+        self._arrays: dict[str, Array] = {}
         if not self._is_cuda:
-            self._arrays = [
-                (words.numpy(), self.layout.columns[name].start)
-                for name, words in self._words.items()
-            ]
-            warm_up_copies(*(array for array, _ in self._arrays))
+            self._arrays = {name: words.numpy() for name, words in self._words.items()}
+            warm_up_copies(*self._arrays.values())
             none = np.empty(0, np.int32)
             initial.put(none, none, self._tensors)  # compiles the loops before training
         self._mover = torch.cuda.Stream(self._device) if self._is_cuda else None
@@ -117,8 +113,8 @@ class SlotBlock:
     def take(self, slots: Array, out: Array) -> None:
         """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA, wait for the copy."""
         if not self._is_cuda:
-            for array, first in self._arrays:
-                self._loops.take(array, slots, out, first)
+            for name, array in self._arrays.items():
+                self._loops.take(array, slots, out, self.layout.columns[name].start)
         elif slots.size:
             at = self.to_device(torch.from_numpy(slots))
             copied = self.mark()
@@ -132,8 +128,8 @@ class SlotBlock:
     def put(self, slots: Array, records: Array) -> None:
         """Write ``records`` to ``slots``."""
         if not self._is_cuda:
-            for array, first in self._arrays:
-                self._loops.put(array, slots, records, first)
+            for name, array in self._arrays.items():
+                self._loops.put(array, slots, records, self.layout.columns[name].start)
         elif slots.size:
             on_device = self.to_device(torch.from_numpy(records))
             columns = self.layout.columns.items()
@@ -149,7 +145,7 @@ class SlotBlock:
         elif slots.size:
             for name, value in values.items():
                 words = self.layout.words(value.contiguous()).numpy()
-                self._loops.put(self._words[name].numpy(), slots, words, 0)
+                self._loops.put(self._arrays[name], slots, words, 0)
 
     def put_initial(self, slots: Array, rows: Array) -> None:
         """Write the initial values of ``rows`` to ``slots``."""

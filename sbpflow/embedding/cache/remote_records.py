@@ -17,12 +17,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
 from sbpflow.embedding.cache.server_protocol import (
     BEGIN,
+    INVALID,
+    MAX_RECORD_BYTES,
     MAX_ROWS,
     OK,
     OPEN,
@@ -71,22 +74,32 @@ class Servers:
     machine: str
     limit_s: float
 
-    def begin(self) -> None:
-        """Begin the session on every server. One rank must call this method before any rank
-        connects.
+    def begin(self, stores: Sequence[tuple[int, int]] = ()) -> None:
+        """Begin the session on every server, within ``limit_s`` in total. One rank must call this
+        method before any rank connects. ``stores`` lists the number of rows and the bytes per
+        record of each store of each rank.
         """
+        end = time.monotonic() + self.limit_s
         for index in range(len(self.addresses)):
-            self.connect(index, BEGIN).close()
+            num_bytes = sum(self.share(index, rows) * size for rows, size in stores)
+            self.connect(index, BEGIN, end=end, num_bytes=num_bytes).close()
+
+    def share(self, index: int, num_rows: int) -> int:
+        """Return how many of a store's rows are on a server."""
+        return len(range(index, num_rows, len(self.addresses)))
 
     def connect(
-        self, index: int, purpose: int, *, store: int = 0, num_rows: int = 0, record_bytes: int = 0
+        self, index: int, purpose: int, *, end: float | None = None, **sizes: int
     ) -> socket.socket:
-        """Connect to a server; wait up to ``limit_s`` for it to listen.
+        """Connect to a server; wait until the monotonic time ``end``, by default for ``limit_s``,
+        for it to listen and to accept the ``purpose`` with these ``sizes``, which are fields of
+        ``Purpose``.
 
-        Raise ConfigError for an unknown host and for a wrong secret or version, and ServerLostError
-        for any other failure.
+        Raise ConfigError for an unknown host, for a wrong secret or version, and if the server
+        cannot serve this configuration, and ServerLostError for any other failure.
         """
-        end, name = time.monotonic() + self.limit_s, self.name(index)
+        end = time.monotonic() + self.limit_s if end is None else end
+        name = self.name(index)
         next_message = time.monotonic() + 5.0
         while True:
             try:
@@ -104,25 +117,23 @@ class Servers:
                 )  # fmt: skip
                 next_message = now + _MESSAGE_S
             time.sleep(_PAUSE_S)
-        sock.settimeout(self.limit_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.ExitStack() as opened:
             opened.callback(sock.close)
             try:
-                greet_server(sock, self.secret)
+                greet_server(sock, self.secret, end)
                 send_purpose(
                     sock,
                     Purpose(
                         purpose=purpose,
                         session=self.session,
                         name=f"rank {self.rank} on {self.machine}",
+                        server=index,
                         rank=self.rank,
-                        store=store,
-                        num_rows=num_rows,
-                        record_bytes=record_bytes,
+                        **sizes,
                     ),
                 )
-                self._confirm(sock, index)
+                self._confirm(sock, index, end=end)
             except SecretError as error:
                 raise ConfigError(
                     f"{self.key}.secret_file: {name} has a different secret; use the same secret "
@@ -136,6 +147,7 @@ class Servers:
             except (EOFError, OSError) as error:
                 raise self.lost(index, error) from error
             opened.pop_all()
+        sock.settimeout(self.limit_s)
         return sock
 
     def _unreachable(self, index: int, error: OSError) -> ServerLostError | ConfigError:
@@ -151,11 +163,18 @@ class Servers:
             f"{self.advice(index)}"
         )
 
-    def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
-        """Receive the header of a reply; raise ServerLostError if the request was refused."""
-        reply, count = receive_header(sock)
-        if reply == REFUSED:
-            raise ServerLostError(f"{self.name(index)} refused: {receive_reason(sock, count)}")
+    def _confirm(
+        self, sock: socket.socket, index: int, expected: int = 0, end: float | None = None
+    ) -> None:
+        """Receive the header of a reply; raise ServerLostError or ConfigError if the request was
+        refused.
+        """
+        reply, count = receive_header(sock, end)
+        if reply in (REFUSED, INVALID):
+            text = f"{self.name(index)} refused: {receive_reason(sock, count)}"
+            if reply == INVALID:
+                raise ConfigError(f"{self.key}.addresses: {text}")
+            raise ServerLostError(text)
         if (reply, count) != (OK, expected):
             raise ProtocolError(f"reply {reply} for {count} rows")
 
@@ -201,6 +220,13 @@ def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
     return sock
 
 
+def _read_reason_later() -> AbstractContextManager[None]:
+    """Ignore that the server has closed the connection: it may have sent a reason first, and the
+    next attempt to receive a reply raises this reason, or else that the connection is closed.
+    """
+    return contextlib.suppress(ConnectionError)
+
+
 @dataclass(slots=True, eq=False)
 class _Write:
     """One call to ``write``; ``records`` are ordered by server."""
@@ -222,7 +248,7 @@ class _Writes:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._writes: deque[_Write] = deque()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def add(self, write: _Write) -> None:
         """Add a write; first wait while too many writes are unconfirmed."""
@@ -246,7 +272,7 @@ class _Writes:
             self._check()
             return tuple(reversed(self._writes))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Make all later calls raise ``error``."""
         with self._changed:
             self._failure = self._failure or error
@@ -291,9 +317,10 @@ class _Writer:
         for start in range(0, rows.size, MAX_ROWS):
             part = slice(start, min(start + MAX_ROWS, rows.size))
             counts.append(part.stop - start)
-            send_header(self._sock, WRITE, counts[-1], more=True)
-            send_array(self._sock, rows[part], more=True)
-            send_array(self._sock, records[part])
+            with _read_reason_later():
+                send_header(self._sock, WRITE, counts[-1], more=True)
+                send_array(self._sock, rows[part], more=True)
+                send_array(self._sock, records[part])
         self._sent.append((write, counts))
 
     def _receive(self) -> None:
@@ -316,6 +343,12 @@ class RemoteRecords:
         self._servers, self._num = servers, len(servers.addresses)
         self._word, self._length = like.dtype, like.shape[1]
         record_bytes = self._word.itemsize * self._length
+        if record_bytes > MAX_RECORD_BYTES:
+            raise ConfigError(
+                f"{servers.key}.kind: a row and its optimizer state have {record_bytes:,} bytes on "
+                f"this rank, but servers store at most {MAX_RECORD_BYTES:,} bytes per row; use "
+                "kind: file, or split the columns of the table, S(1)"
+            )
         self._loops = find_loops()
         warm_up_copies(np.empty((0, self._length), self._word), rows=np.empty(0, np.int64))
         self._writes = _Writes()
@@ -324,7 +357,7 @@ class RemoteRecords:
         self._readers: list[socket.socket] = []
         self._writers: list[_Writer] = []
         for index in range(self._num):
-            rows = len(range(index, num_rows, self._num))
+            rows = servers.share(index, num_rows)
             both = [
                 servers.connect(index, OPEN, store=store, num_rows=rows, record_bytes=record_bytes)
                 for _ in range(2)
@@ -336,19 +369,27 @@ class RemoteRecords:
     def read(self, rows: Array, out: Array) -> None:
         """See ``RecordStore.read``; raise ServerLostError if a server does not answer."""
         with self._lock:
-            left = self._read_unconfirmed(rows, out)
-            wanted = rows if left is None else rows[left]
-            if not wanted.size:
-                return
-            if left is None and self._num == 1:
-                self._fetch([wanted.astype("<i4")], out)
-                return
-            order, parts = self._split(wanted)
-            if len(self._buffer) < wanted.size:
-                self._buffer = np.empty((wanted.size * 5 // 4, self._length), self._word)
-            received = self._buffer[: wanted.size]
-            self._fetch(parts, received)
-            self._loops.put(out, order if left is None else left[order], received, 0)
+            try:
+                self._read(rows, out)
+            except BaseException as error:
+                # Replies that were not received would be taken for those of the next read.
+                self._writes.fail(error)
+                raise
+
+    def _read(self, rows: Array, out: Array) -> None:
+        left = self._read_unconfirmed(rows, out)
+        wanted = rows if left is None else rows[left]
+        if not wanted.size:
+            return
+        if left is None and self._num == 1:
+            self._fetch([wanted.astype("<i4")], out)
+            return
+        order, parts = self._split(wanted)
+        if len(self._buffer) < wanted.size:
+            self._buffer = np.empty((wanted.size * 5 // 4, self._length), self._word)
+        received = self._buffer[: wanted.size]
+        self._fetch(parts, received)
+        self._loops.put(out, order if left is None else left[order], received, 0)
 
     def write(self, rows: Array, records: Array) -> None:
         """See ``RecordStore.write``; return before the servers have the records."""
@@ -413,8 +454,9 @@ class RemoteRecords:
         if not rows.size:
             return
         try:
-            send_header(self._readers[index], READ, rows.size, more=True)
-            send_array(self._readers[index], rows)
+            with _read_reason_later():
+                send_header(self._readers[index], READ, rows.size, more=True)
+                send_array(self._readers[index], rows)
         except OSError as error:
             raise self._servers.lost(index, error) from error
 

@@ -1,8 +1,8 @@
 """Serves the records of cached tables to the ranks of a run, over TCP.
 
 A server holds rows only for the current session, which is one launch of the ranks. A new session
-drops the rows of the previous session and refuses its connections. Nothing is stored on disk,
-because the ranks of a new launch load the last checkpoint and send the rows again.
+drops the rows of the previous session, and closes its connections with a reason. Nothing is stored
+on disk, because the ranks of a new launch load the last checkpoint and send the rows again.
 
 Each connection has its own thread. Rows are not locked, because a rank never requests a row from a
 server while a write to that row is unconfirmed (see ``remote_records``).
@@ -21,9 +21,11 @@ import numpy as np
 from sbpflow.embedding.cache.records import MappedRecords
 from sbpflow.embedding.cache.server_protocol import (
     BEGIN,
+    INVALID,
     MAX_ROWS,
     OK,
     READ,
+    REFUSED,
     WRITE,
     ProtocolError,
     Purpose,
@@ -41,17 +43,13 @@ from sbpflow.embedding.cache.server_protocol import (
 logger = logging.getLogger(__name__)
 
 GREET_S = 10.0  # time limit for a handshake
-MAX_CONNECTIONS = 2048
-_UNKNOWN = (
-    "it is serving another launch of the ranks, or was restarted; if no other launch should use "
-    "it, repeat the command that started the ranks"
-)
+MAX_CONNECTIONS = 2048  # of a session
 # pause before accepting connections again when this process has too many open files
 _NO_FILES_S = 0.5
 # Keepalive settings: an idle connection to a machine that has disappeared ends after about a
-# minute.
+# minute. TCP_USER_TIMEOUT is not set, because a rank reads no replies while it waits for another
+# server; it would later report this server as lost, instead of the other one.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-_SEND_S = 60  # time limit for the peer to acknowledge sent bytes
 
 
 class _Block(NamedTuple):
@@ -62,13 +60,37 @@ class _Block(NamedTuple):
     records: MappedRecords
 
 
-class _Session:
-    """The records of one launch."""
+class _Refusal(NamedTuple):
+    reply: int  # REFUSED or INVALID
+    reason: str
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+_OTHER_LAUNCH = _Refusal(
+    REFUSED,
+    "it is serving another launch of the ranks, or was restarted; if no other launch should use "
+    "it, repeat the command that started the ranks",
+)
+
+
+class _Session:
+    """The records and connections of one launch, which lists this server at index ``server``."""
+
+    def __init__(self, server: int) -> None:
+        self.server = server
         self.blocks: dict[tuple[int, int], _Block] = {}
         self.num_bytes = 0
+        self.sockets: set[socket.socket] = set()
+
+    def end(self) -> None:
+        """Free the rows, and make all connections end."""
+        self.blocks.clear()
+        for sock in self.sockets:
+            with contextlib.suppress(OSError):  # the connection has already ended
+                # A thread may be sending a reply to a rank that hangs.
+                milliseconds = round(1000 * GREET_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+                # Wake a thread that waits for a request, so that it sends the reason.
+                sock.shutdown(socket.SHUT_RD)
 
 
 class EmbeddingServer:
@@ -79,7 +101,8 @@ class EmbeddingServer:
         self._lock = threading.Lock()  # Guards the sessions and their blocks.
         self._sessions: dict[bytes, _Session] = {}  # At most one, the current session.
         self._ended: set[bytes] = set()
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        # Half of the slots are for handshakes, and for connections that end.
+        self._slots = threading.BoundedSemaphore(2 * MAX_CONNECTIONS)
 
     def serve(self, listener: socket.socket) -> None:
         """Accept connections until the listener is closed or the process ends."""
@@ -95,10 +118,15 @@ class EmbeddingServer:
                 time.sleep(_NO_FILES_S)
                 continue
             if not self._slots.acquire(blocking=False):
-                logger.warning("%s: refused, %d connections are open", address[0], MAX_CONNECTIONS)
+                logger.warning("%s: refused, too many connections are open", address[0])
                 sock.close()
                 continue
-            threading.Thread(target=self._run, args=(sock, address[0]), daemon=True).start()
+            try:
+                threading.Thread(target=self._run, args=(sock, address[0]), daemon=True).start()
+            except RuntimeError as error:  # the system allows no more threads
+                logger.warning("%s: refused, %s", address[0], error)
+                sock.close()
+                self._slots.release()
 
     def _run(self, sock: socket.socket, address: str) -> None:
         """Serve one connection, and log why the connection ended unless the peer closed it."""
@@ -112,105 +140,154 @@ class EmbeddingServer:
             except (EOFError, OSError) as error:
                 logger.debug("%s: closed (%s)", address, error)
             finally:
+                with self._lock:
+                    for session in self._sessions.values():
+                        session.sockets.discard(sock)
                 self._slots.release()
 
     def _serve(self, sock: socket.socket) -> None:
-        sock.settimeout(GREET_S)
-        greet_rank(sock, self._secret)
-        purpose = receive_purpose(sock)
+        end = time.monotonic() + GREET_S
+        greet_rank(sock, self._secret, end)
+        purpose = receive_purpose(sock, end)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SEND_S)
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if reason := self._begin(purpose) if purpose.purpose == BEGIN else self._open(purpose):
-            _refuse(sock, reason)
+        begins = purpose.purpose == BEGIN
+        if refusal := self._begin(purpose) if begins else self._open(purpose, sock):
+            _refuse(sock, refusal)
             return
         send_header(sock, OK, 0)
-        if purpose.purpose != BEGIN:
+        if not begins:
             self._answer(sock, purpose)
 
-    def _begin(self, purpose: Purpose) -> str:
-        """Start a session and end the previous one; return the reason for a refusal, or ""."""
+    def _begin(self, purpose: Purpose) -> _Refusal | None:
+        """Start a session and end the previous one; return the refusal, if any."""
         with self._lock:
             if purpose.session in self._ended:
-                return _UNKNOWN
-            if purpose.session not in self._sessions:
-                self._ended |= set(self._sessions)
-                for session in self._sessions.values():
-                    session.blocks.clear()
-                self._sessions = {purpose.session: _Session(purpose.name)}
-                name = purpose.name
-                logger.info("a launch begins (%s); rows of earlier launches are dropped", name)
-        return ""
-
-    def _open(self, purpose: Purpose) -> str:
-        """Allocate a store's records on its first connection; return the reason for a refusal, or
-        "".
-        """
-        key, p = (purpose.rank, purpose.store), purpose
-        with self._lock:
-            session = self._sessions.get(p.session)
-            if session is None:
-                return _UNKNOWN
-            if (block := session.blocks.get(key)) is not None:
-                if block[:2] != (p.num_rows, p.record_bytes):
-                    return f"store {p.store} of rank {p.rank} already exists with a different size"
-                return ""
-            needed = session.num_bytes + p.num_rows * p.record_bytes
-            if needed > self._memory_bytes:
-                return (
-                    f"the rows need {needed / 1e9:.2f} GB, but this server's limit is "
-                    f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or a larger --memory-gb"
+                return _OTHER_LAUNCH
+            if (session := self._sessions.get(purpose.session)) is not None:
+                if session.server == purpose.server:
+                    return None
+                return _Refusal(
+                    INVALID,
+                    f"it is also server {session.server}, at another address; list each server "
+                    "once",
                 )
-            word, length = words_of(p.record_bytes)
-            # The operating system allocates each page on its first write.
-            try:
-                records = MappedRecords(np.empty((p.num_rows, length), word))
-            except MemoryError:
-                return f"it cannot allocate {p.num_rows * p.record_bytes / 1e9:.2f} GB"
-            session.blocks[key] = _Block(p.num_rows, p.record_bytes, records)
-            session.num_bytes = needed
-        return ""
+            if refusal := self._check_memory(purpose.num_bytes):
+                return refusal
+            self._ended |= set(self._sessions)
+            for session in self._sessions.values():
+                session.end()
+            self._sessions = {purpose.session: _Session(purpose.server)}
+            name = purpose.name
+            logger.info("a launch begins (%s); rows of earlier launches are dropped", name)
+        return None
+
+    def _check_memory(self, num_bytes: int) -> _Refusal | None:
+        if num_bytes <= self._memory_bytes:
+            return None
+        return _Refusal(
+            INVALID,
+            f"the rows need {num_bytes / 1e9:.2f} GB, but this server's limit is "
+            f"{self._memory_bytes / 1e9:.2f} GB; use more servers, a larger --memory-gb, or "
+            "kind: file",
+        )
+
+    def _open(self, purpose: Purpose, sock: socket.socket) -> _Refusal | None:
+        """Register a connection, and allocate the records of its store on the store's first
+        connection; return the refusal, if any.
+        """
+        with self._lock:
+            session = self._sessions.get(purpose.session)
+            if session is None:
+                return _OTHER_LAUNCH
+            if session.server != purpose.server:
+                return _Refusal(
+                    INVALID,
+                    f"rank 0 reached it as server {session.server}; use addresses that mean the "
+                    "same servers on every machine",
+                )
+            if len(session.sockets) >= MAX_CONNECTIONS:
+                return _Refusal(
+                    INVALID,
+                    f"it has {MAX_CONNECTIONS:,} connections, the maximum, and each rank needs 2 "
+                    "for each of its stacks of tables on servers; use fewer ranks, or kind: file "
+                    "for some of the tables",
+                )
+            if (refusal := self._allocate(session, purpose)) is None:
+                session.sockets.add(sock)
+            return refusal
+
+    def _allocate(self, session: _Session, purpose: Purpose) -> _Refusal | None:
+        key, p = (purpose.rank, purpose.store), purpose
+        if (block := session.blocks.get(key)) is not None:
+            if block[:2] == (p.num_rows, p.record_bytes):
+                return None
+            reason = f"store {p.store} of rank {p.rank} already exists with a different size"
+            return _Refusal(REFUSED, reason)
+        num_bytes = p.num_rows * p.record_bytes
+        if refusal := self._check_memory(session.num_bytes + num_bytes):
+            return refusal
+        word, length = words_of(p.record_bytes)
+        # The operating system allocates each page on its first write.
+        try:
+            records = MappedRecords(np.empty((p.num_rows, length), word))
+        except MemoryError:
+            reason = f"it cannot allocate {num_bytes / 1e9:.2f} GB; use more servers"
+            return _Refusal(INVALID, reason)
+        session.blocks[key] = _Block(p.num_rows, p.record_bytes, records)
+        session.num_bytes += num_bytes
+        return None
 
     def _answer(self, sock: socket.socket, purpose: Purpose) -> None:
-        """Answer the requests of a connection until it ends."""
+        """Answer the requests of a connection until it or its session ends."""
         word, length = words_of(purpose.record_bytes)
         numbers, records = np.empty(MAX_ROWS, "<i4"), np.empty((MAX_ROWS, length), word)
-        while True:
-            request, count = receive_header(sock)
-            if request not in (READ, WRITE) or not 0 < count <= MAX_ROWS:
-                raise ProtocolError(f"request {request} for {count} rows")
-            rows, payload = numbers[:count], records[:count]
-            receive_array(sock, rows)
-            if request == WRITE:
-                receive_array(sock, payload)
-            # Look up the block for every request: a reference kept here would keep the rows of an
-            # ended session in memory.
-            session = self._sessions.get(purpose.session)
-            block = session and session.blocks.get((purpose.rank, purpose.store))
-            if block is None:
-                _refuse(sock, _UNKNOWN)
-                return
-            if rows.min() < 0 or rows.max() >= block.num_rows:
-                raise ProtocolError(f"rows {rows.min()} to {rows.max()} of {block.num_rows}")
-            if request == READ:
-                block.records.read(rows, payload)
-                send_header(sock, OK, count, more=True)
-                send_array(sock, payload)
-            else:
-                block.records.write(rows, payload)
-                send_header(sock, OK, count)
+        try:
+            while True:
+                request, count = receive_header(sock)
+                if request not in (READ, WRITE) or not 0 < count <= MAX_ROWS:
+                    raise ProtocolError(f"request {request} for {count} rows")
+                rows, payload = numbers[:count], records[:count]
+                receive_array(sock, rows)
+                if request == WRITE:
+                    receive_array(sock, payload)
+                if (block := self._block(purpose)) is None:
+                    break
+                if rows.min() < 0 or rows.max() >= block.num_rows:
+                    raise ProtocolError(f"rows {rows.min()} to {rows.max()} of {block.num_rows}")
+                if request == READ:
+                    block.records.read(rows, payload)
+                else:
+                    block.records.write(rows, payload)
+                # While this thread sends and waits, a reference to the block would keep the rows of
+                # an ended session in memory.
+                del block
+                send_header(sock, OK, count, more=request == READ)
+                if request == READ:
+                    send_array(sock, payload)
+        except EOFError:  # also if the session has ended
+            if purpose.session not in self._ended:
+                raise
+        _refuse(sock, _OTHER_LAUNCH)
+
+    def _block(self, purpose: Purpose) -> _Block | None:
+        session = self._sessions.get(purpose.session)
+        return session and session.blocks.get((purpose.rank, purpose.store))
 
 
-def _refuse(sock: socket.socket, reason: str) -> None:
+def _refuse(sock: socket.socket, refusal: _Refusal) -> None:
     """Send the reason for a refusal, and wait until the peer closes the connection.
 
     Closing a socket that has unread requests would discard the reason before the peer reads it.
     """
-    refuse(sock, reason)
-    sock.shutdown(socket.SHUT_WR)
+    end = time.monotonic() + GREET_S
     sock.settimeout(GREET_S)
-    while sock.recv(1 << 16):
-        pass
+    refuse(sock, *refusal)
+    sock.shutdown(socket.SHUT_WR)
+    while (left_s := end - time.monotonic()) > 0:
+        sock.settimeout(left_s)
+        if not sock.recv(1 << 16):
+            return

@@ -15,6 +15,7 @@ import math
 import secrets
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from sbpflow.embedding.cache.slot_layout import Array
 from sbpflow.errors import ConfigError
 
-PROTOCOL = 1  # version of the messages; ranks and servers must use the same version
+PROTOCOL = 2  # version of the messages; ranks and servers must use the same version
 MAGIC = b"sbprows\n"
 MIN_SECRET_BYTES = 16
 MAX_ROWS = 4096  # per request
@@ -34,7 +35,9 @@ MAX_ROW_NUMBER = 2**31 - 1
 
 BEGIN, OPEN = 1, 2  # Purposes of a connection: begin a session, or move the records of a store.
 READ, WRITE = 1, 2  # Requests.
-OK, REFUSED = 0, 1  # Replies; in a REFUSED reply, the count is the length of an explanation.
+# Replies. REFUSED: the server serves another launch. INVALID: the configuration is wrong. In both,
+# the count is the length of an explanation.
+OK, REFUSED, INVALID = 0, 1, 2
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,9 @@ logger = logging.getLogger(__name__)
 _MORE: int = getattr(socket, "MSG_MORE", 0)
 _HELLO = struct.Struct("<8sI32s")  # magic, protocol, nonce
 _NAME_BYTES = 64
-# purpose, session, rank, store number, number of rows, bytes per record, name of the rank
-_PURPOSE = struct.Struct(f"<B16sIIQI{_NAME_BYTES}s")
+# purpose, session, server, rank, store number, number of rows, bytes per record, bytes of all rows,
+# name of the rank
+_PURPOSE = struct.Struct(f"<B16sIIIQIQ{_NAME_BYTES}s")
 _HEADER = struct.Struct("<BxxxI")  # request or reply, count
 
 
@@ -57,11 +61,14 @@ class SecretError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """The purpose of a connection. For BEGIN, only ``session`` and ``name`` are used."""
+    """The purpose of a connection."""
 
     purpose: int
     session: bytes
     name: str  # Name of the rank and its machine, for messages.
+    server: int = 0  # Index of this server in the list of addresses.
+    num_bytes: int = 0  # For BEGIN: size of all rows that the session will store on this server.
+    # The other fields are for OPEN.
     rank: int = 0
     store: int = 0  # Each store of a rank has a different number.
     num_rows: int = 0  # Number of the store's rows on this server.
@@ -104,13 +111,15 @@ def words_of(record_bytes: int) -> tuple[np.dtype[Any], int]:
 # Handshake
 
 
-def greet_rank(sock: socket.socket, secret: bytes) -> None:
-    """Authenticate a rank, as the server; raise SecretError or ProtocolError."""
+def greet_rank(sock: socket.socket, secret: bytes, end: float) -> None:
+    """Authenticate a rank, as the server, before the monotonic time ``end``; raise SecretError or
+    ProtocolError.
+    """
     nonce = secrets.token_bytes(32)
     sock.sendall(_HELLO.pack(MAGIC, PROTOCOL, nonce))
-    magic, protocol, other = _HELLO.unpack(receive(sock, _HELLO.size))
+    magic, protocol, other = _HELLO.unpack(receive(sock, _HELLO.size, end))
     _check_hello(magic, protocol)
-    proof = receive(sock, 32)
+    proof = receive(sock, 32, end)
     if not hmac.compare_digest(proof, _proof(secret, b"rank", nonce, other)):
         send_header(sock, REFUSED, 0)
         raise SecretError
@@ -118,17 +127,19 @@ def greet_rank(sock: socket.socket, secret: bytes) -> None:
     sock.sendall(_proof(secret, b"server", nonce, other))
 
 
-def greet_server(sock: socket.socket, secret: bytes) -> None:
-    """Authenticate a server, as a rank; raise SecretError or ProtocolError."""
-    magic, protocol, other = _HELLO.unpack(receive(sock, _HELLO.size))
+def greet_server(sock: socket.socket, secret: bytes, end: float) -> None:
+    """Authenticate a server, as a rank, before the monotonic time ``end``; raise SecretError or
+    ProtocolError.
+    """
+    magic, protocol, other = _HELLO.unpack(receive(sock, _HELLO.size, end))
     nonce = secrets.token_bytes(32)
     sock.sendall(_HELLO.pack(MAGIC, PROTOCOL, nonce))
     _check_hello(magic, protocol)
     sock.sendall(_proof(secret, b"rank", other, nonce))
-    reply, _ = receive_header(sock)
+    reply, _ = receive_header(sock, end)
     if reply == REFUSED:
         raise SecretError
-    if not hmac.compare_digest(receive(sock, 32), _proof(secret, b"server", other, nonce)):
+    if not hmac.compare_digest(receive(sock, 32, end), _proof(secret, b"server", other, nonce)):
         raise SecretError
 
 
@@ -149,18 +160,16 @@ def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
 
 
 def send_purpose(sock: socket.socket, purpose: Purpose) -> None:
-    """Send the purpose of the connection; the server answers with OK or REFUSED."""
-    p = purpose
-    name = p.name.encode()[:_NAME_BYTES]
-    sock.sendall(
-        _PURPOSE.pack(p.purpose, p.session, p.rank, p.store, p.num_rows, p.record_bytes, name)
-    )
+    """Send the purpose of the connection; the server answers with OK, REFUSED, or INVALID."""
+    p, name = purpose, purpose.name.encode()[:_NAME_BYTES]
+    sizes = (p.num_rows, p.record_bytes, p.num_bytes)
+    sock.sendall(_PURPOSE.pack(p.purpose, p.session, p.server, p.rank, p.store, *sizes, name))
 
 
-def receive_purpose(sock: socket.socket) -> Purpose:
-    """Receive and check the purpose of the connection."""
-    kind, session, rank, store, num_rows, record_bytes, name = _PURPOSE.unpack(
-        receive(sock, _PURPOSE.size)
+def receive_purpose(sock: socket.socket, end: float) -> Purpose:
+    """Receive and check the purpose of the connection, before the monotonic time ``end``."""
+    kind, session, server, rank, store, num_rows, record_bytes, num_bytes, name = _PURPOSE.unpack(
+        receive(sock, _PURPOSE.size, end)
     )
     if kind not in (BEGIN, OPEN):
         raise ProtocolError(f"the purpose of the connection, {kind}, is unknown")
@@ -171,6 +180,8 @@ def receive_purpose(sock: socket.socket) -> Purpose:
         purpose=kind,
         session=session,
         name="".join(c if c.isprintable() else "?" for c in text),
+        server=server,
+        num_bytes=num_bytes,
         rank=rank,
         store=store,
         num_rows=num_rows,
@@ -188,20 +199,20 @@ def send_header(sock: socket.socket, kind: int, count: int, *, more: bool = Fals
     sock.sendall(_HEADER.pack(kind, count), _MORE if more else 0)
 
 
-def receive_header(sock: socket.socket) -> tuple[int, int]:
+def receive_header(sock: socket.socket, end: float | None = None) -> tuple[int, int]:
     """Receive the header of a request or reply; return its kind and its count."""
-    return _HEADER.unpack(receive(sock, _HEADER.size))
+    return _HEADER.unpack(receive(sock, _HEADER.size, end))
 
 
-def refuse(sock: socket.socket, reason: str) -> None:
-    """Send a REFUSED reply with an explanation."""
+def refuse(sock: socket.socket, reply: int, reason: str) -> None:
+    """Send the reply REFUSED or INVALID with an explanation."""
     text = reason.encode()[:MAX_TEXT_BYTES]
-    send_header(sock, REFUSED, len(text), more=True)
+    send_header(sock, reply, len(text), more=True)
     sock.sendall(text)
 
 
 def receive_reason(sock: socket.socket, count: int) -> str:
-    """Return the explanation of a REFUSED reply."""
+    """Return the explanation of a refusal."""
     if count > MAX_TEXT_BYTES:
         raise ProtocolError(f"an explanation of {count} bytes is too long")
     text = receive(sock, count).decode(errors="replace")
@@ -229,9 +240,18 @@ def receive_array(sock: socket.socket, out: Array) -> None:
         view = view[count:]
 
 
-def receive(sock: socket.socket, count: int) -> bytes:
-    """Receive exactly ``count`` bytes; raise EOFError if the peer closes the connection."""
-    data = np.empty(count, np.uint8)
-    if count:
-        receive_array(sock, data)
-    return data.tobytes()
+def receive(sock: socket.socket, count: int, end: float | None = None) -> bytes:
+    """Receive exactly ``count`` bytes; raise EOFError if the peer closes the connection.
+
+    With ``end``, raise TimeoutError at this monotonic time. The time limit of the socket alone
+    would let a peer send one byte at a time.
+    """
+    data = bytearray()
+    while len(data) < count:
+        if end is not None:
+            sock.settimeout(max(end - time.monotonic(), 0.001))
+        part = sock.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)

@@ -9,7 +9,7 @@ from sbpflow.config.storage_rules import NamedServers, named_servers
 from sbpflow.embedding.cache.remote_records import Servers
 from sbpflow.embedding.cache.server import EmbeddingServer
 from sbpflow.embedding.cache.server_protocol import read_secret
-from sbpflow.run.planning.cache_forecast import cached_stacks
+from sbpflow.run.planning.cache_forecast import cached_stacks, record_bytes
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.processes.environment import machine_name
 
@@ -28,10 +28,11 @@ def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
 
 def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | None:
     """Begin a session on the run's servers, if any. Every rank must call this function. The servers
-    drop the rows of all earlier sessions. Raises ConfigError for a wrong secret or version, and
-    ServerLostError if a server does not answer.
+    drop the rows of all earlier sessions. Raises ConfigError for a wrong secret or version, or for
+    rows that do not fit, and ServerLostError if a server does not answer.
     """
-    if all(stored.kind != "servers" for _, _, stored in cached_stacks(plan)):
+    stacks = [stack for _, stack, stored in cached_stacks(plan) if stored.kind == "servers"]
+    if not stacks:
         return None
     named, world = named_servers(config.parallel.storage), boxing.world
     secret = run_on_all_ranks(boxing, lambda: read_secret(named.secret_file, named.key))
@@ -44,5 +45,10 @@ def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | Non
         machine=machine_name(),
         limit_s=_SHARE_OF_TIMEOUT * config.parallel.timeout_s,
     )
-    run_on_all_ranks(boxing, lambda: servers.begin() if world.rank == 0 else None)
+    stores = [
+        (stack.num_rows(rank), record_bytes(plan, stack, rank))
+        for stack in stacks
+        for rank in stack.holders()
+    ]
+    run_on_all_ranks(boxing, lambda: servers.begin(stores) if world.rank == 0 else None)
     return servers

@@ -8,18 +8,21 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.embedding.cache.mover import AHEAD
 from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for, name_tables
 from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.storage.live_rows import check_numba
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import RunPlan
+from sbpflow.run.planning.storage import row_bytes
 
 BATCHES = 100
 Ids = NDArray[np.integer[Any]]
@@ -35,6 +38,12 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[GroupPlan, TableBatch, RowSto
                 yield group, stack, storage
 
 
+def record_bytes(plan: RunPlan, stack: TableBatch, rank: int) -> int:
+    """Return the size in bytes of a row in the store of a rank, with its optimizer state."""
+    tables = plan.embeddings
+    return row_bytes(stack.width(rank), stack.optimizer, tables.row_dtype, tables.dtype)
+
+
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     """Return the mean numbers of rows per step over the second half of the first 100 ``batches``,
     for each stack (named after its first table) and each rank.
@@ -42,12 +51,11 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     ``batches`` contains the ids of global batches. The counts are ``unique``, ``fetched``,
     ``read``, and ``written``. Stacks with ragged features are omitted. Growing tables start without
     keys, as in a new run. Raises ConfigError if a cache is too small for the rows that it
-    must hold at once, or if there are growing tables but numba is not installed.
+    must hold at once, or if there are growing tables but numba is not installed, and DataError for
+    an invalid id, unless ``plan.embeddings.out_of_range`` replaces it.
     """
-    matrices: list[Ids] = [
-        (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
-        for ids in islice(batches, BATCHES)
-    ]
+    reader = IdReader(plan.embeddings, 0, torch.device("cpu"), compiled=False)
+    matrices: list[Ids] = [reader.read(ids).matrix.numpy() for ids in islice(batches, BATCHES)]
     _replace_keys(plan, matrices)
     found: dict[str, dict[int, Mapping[str, float]]] = {}
     for group, stack, storage in cached_stacks(plan):

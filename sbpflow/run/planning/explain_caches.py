@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpflow.embedding.cache.slot_planner import planning_bytes
-from sbpflow.run.planning.cache_forecast import Forecast, cached_stacks
+from sbpflow.run.planning.cache_forecast import Forecast, cached_stacks, record_bytes
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.text import columns, format_size
 
@@ -18,11 +18,9 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
     found: list[dict[str, Any]] = []
     for _, stack, storage in cached_stacks(plan):
         for rank in stack.holders():
-            rows, width = stack.num_rows(rank), stack.width(rank)
+            rows = stack.num_rows(rank)
             slots = storage.num_slots(rows)
-            by_row, by_element = stack.optimizer.state_counts
-            record = width * plan.embeddings.row_dtype.itemsize
-            record += (by_row + by_element * width) * plan.embeddings.dtype.itemsize
+            record = record_bytes(plan, stack, rank)
             facts: dict[str, Any] = {
                 "rank": rank,
                 "tables": [shard.table.name for shard in stack.shards(rank)],

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
+
 from sbpflow.config.model_tables import check_matches
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
@@ -10,6 +12,7 @@ from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
@@ -45,8 +48,8 @@ def with_storage(
         if not own:  # later patterns apply to all of the tables
             continue
         for table in own:
-            _check_width(table, row_bytes(table, config), key)
-        size = sum(table.num_rows * row_bytes(table, config) for table in own) / world_size
+            _check_width(table, _table_row_bytes(table, config), key)
+        size = sum(t.num_rows * _table_row_bytes(t, config) for t in own) / world_size
         storages[pattern] = RowStorage(kind=rule.kind, share=rule.share(key, size), key=key)
 
     def stored(table: TableConfig) -> TableConfig:
@@ -56,12 +59,21 @@ def with_storage(
     return tuple(replace(out, tables=tuple(map(stored, out.tables))) for out in outputs)
 
 
-def row_bytes(table: TableConfig, config: Config) -> int:
+def _table_row_bytes(table: TableConfig, config: Config) -> int:
     """Return the size in bytes of a full row and its optimizer state."""
-    parallel = config.parallel
-    by_row, by_element = (table.optimizer or config.optimizer.sparse).state_counts
-    state = (by_row + by_element * table.dim) * DTYPES[parallel.dtype].itemsize
-    return table.dim * DTYPES[parallel.table_dtype or parallel.dtype].itemsize + state
+    dtype, row_dtype = config.parallel.dtype, config.parallel.table_dtype
+    optimizer = table.optimizer or config.optimizer.sparse
+    return row_bytes(table.dim, optimizer, DTYPES[row_dtype or dtype], DTYPES[dtype])
+
+
+def row_bytes(
+    width: int, optimizer: SparseOptimizer, row_dtype: torch.dtype, dtype: torch.dtype
+) -> int:
+    """Return the size in bytes of ``width`` columns of a row in ``row_dtype``, and of their
+    optimizer state in ``dtype``.
+    """
+    by_row, by_element = optimizer.state_counts
+    return width * row_dtype.itemsize + (by_row + by_element * width) * dtype.itemsize
 
 
 def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
