@@ -110,6 +110,12 @@ def exchange_regions(
     return Messages(arriving)
 
 
+def _in_memory(total_bytes: int, ranks: Sequence[int], rank: int, link: Link) -> bool:
+    """Return whether ``ranks`` share memory, and this rank may send ``total_bytes`` through it."""
+    shared = link.shared
+    return shared is not None and 0 < total_bytes <= MOST_GATHERED and shared.connects(ranks, rank)
+
+
 def all_gather(
     gathered: Tensor, sent: Tensor, ranks: Sequence[int], rank: int | None, link: Link
 ) -> Messages | None:
@@ -119,10 +125,8 @@ def all_gather(
     all ranks, if ``rank`` is None, the tensors are empty or too large, or the ranks do not share
     memory.
     """
-    shared, copies = link.shared, (len(ranks) - 1) * sent.numel() * sent.itemsize
-    if rank is None or shared is None or not 0 < copies <= MOST_GATHERED:
-        return None
-    if not all(shared.takes(other, sent) for other in ranks if other != rank):
+    copies = (len(ranks) - 1) * sent.numel() * sent.itemsize
+    if rank is None or not _in_memory(copies, ranks, rank, link):
         return None
     receives = dict(zip(ranks, gathered.split(sent.numel()), strict=True))
     own_target = receives.pop(rank)
@@ -166,10 +170,8 @@ def all_reduce(
     all ranks, if ``rank`` is None, the tensor is empty or larger than ``MOST_GATHERED``, or the
     ranks do not share memory.
     """
-    shared, size = link.shared, values.numel() * values.itemsize
-    if rank is None or shared is None or not 0 < size <= MOST_GATHERED:
-        return None
-    if not all(shared.takes(other, values) for other in ranks if other != rank):
+    size = values.numel() * values.itemsize
+    if rank is None or not _in_memory(size, ranks, rank, link):
         return None
     pieces = dict(zip(ranks, values.tensor_split(len(ranks)), strict=True))
     others = {other: piece for other, piece in pieces.items() if other != rank}

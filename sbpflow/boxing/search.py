@@ -97,11 +97,8 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
         linear if isinstance(sbp, Partial) and sbp.op != "sum" else [sbp] for sbp in dst.nd_sbp
     ]
     for layout in _legal(dst.placement, list(product(*options))):
-        try:
-            layout.check_user(shape)
-        except SbpError:  # skip layouts that would leave ranks empty
-            continue
-        if not any(elements_sent(layout, dst, shape).values()):
+        # Layouts that would leave ranks empty are skipped.
+        if layout.accepts(shape) and not any(elements_sent(layout, dst, shape).values()):
             yield layout
 
 

@@ -121,6 +121,14 @@ class Layout:
                 )
             lengths[sbp.dim] = {size for n in to_split for size in split_sizes(sbp, n, parts)}
 
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Return whether ``check_user`` accepts ``shape``."""
+        try:
+            self.check_user(shape)
+        except SbpError:
+            return False
+        return True
+
     @cached_property
     def has_extremum(self) -> bool:
         """Return True if any axis is P(max) or P(min), which are not linear and have no dual."""

@@ -122,7 +122,8 @@ def _to_ours(placements: Sequence[DPlacement]) -> tuple[Sbp, ...]:
             ours.append(Split(placement.dim))
         elif isinstance(placement, Replicate):
             ours.append(Broadcast())
-        elif isinstance(placement, DPartial) and placement.reduce_op in ("sum", "max", "min"):
+        # The parts of subclasses, such as _MaskPartial, are not plain terms.
+        elif type(placement) is DPartial and placement.reduce_op in ("sum", "max", "min"):
             ours.append(Partial(placement.reduce_op))
         else:
             raise SbpError(f"{placement} has no sbp; first redistribute to Shard or Replicate")

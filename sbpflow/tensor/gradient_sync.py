@@ -141,11 +141,6 @@ class GradientSync:
             )
         self.plan = plan
 
-    @property
-    def steps(self) -> tuple[BoxingStep, ...]:
-        """Return the steps of all buckets in order."""
-        return self.plan.steps
-
     def run(self) -> None:
         """Convert every gradient to the layout of its parameter."""
         self.start().wait()

@@ -101,8 +101,8 @@ def deduce(
     several, choose the first in the rule. Operands are never converted to P. ``out`` requests an
     output layout. ``dtype`` is the output dtype, by default that of the first operand; P is not
     legal for dtypes that do not support addition. Raise SbpError if operands have different
-    placements or unsuitable shapes, if ``out`` does not have one entry per axis, or if no legal
-    signature produces ``out``.
+    placements or unsuitable shapes, if ``out`` does not have one entry per axis, if no legal
+    signature produces ``out``, or if every such signature would send elements of more than 8 bytes.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
@@ -111,20 +111,25 @@ def deduce(
     no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None
+    fault: SbpError | None = None
     for index, (inputs, output) in enumerate(_candidates(op_rule, operands, placement)):
         if out is not None and not _matches(output.nd_sbp, out):
             continue
         if no_partial and any(isinstance(sbp, Partial) for sbp in output.nd_sbp):
             continue
-        price = sum(
-            _price(operand, layout, backend)
-            for operand, layout in zip(operands, inputs, strict=True)
-        )
+        try:
+            price = sum(
+                _price(operand, layout, backend)
+                for operand, layout in zip(operands, inputs, strict=True)
+            )
+        except SbpError as error:  # this dtype cannot be sent
+            fault = error
+            continue
         matches = sum(o.layout == layout for o, layout in zip(operands, inputs, strict=True))
         if best is None or (price, -matches, index) < best:
             best, chosen = (price, -matches, index), Choice(inputs, output, price)
     if chosen is None:
-        raise SbpError(_no_signature(op_rule, operands, out))
+        raise fault or SbpError(_no_signature(op_rule, operands, out))
     return chosen
 
 
@@ -158,7 +163,7 @@ def _candidates(
             for n in range(len(operands))
         ]
         if not all(
-            operand.layout == layout or _fits(layout, operand.shape)
+            operand.layout == layout or layout.accepts(operand.shape)
             for operand, layout in zip(operands, layouts, strict=True)
         ):
             continue
@@ -248,14 +253,6 @@ def _scaled(
 def _is_balanced(sizes: tuple[int, ...]) -> bool:
     """Return True if the sizes form a balanced split without empty ranks."""
     return sizes == balanced_sizes(sum(sizes), len(sizes)) and (all(sizes) or not any(sizes))
-
-
-def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
-    try:
-        layout.check_user(shape)
-    except SbpError:
-        return False
-    return True
 
 
 def _common_placement(op_rule: Rule, operands: tuple[Operand, ...]) -> Placement:

@@ -8,7 +8,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 class DensePart(Protocol):
     """Computes logits from embedding outputs and dense fields, all of which are global tensors.
-    Inputs are [batch, width] with layout S(0); results may have any layout.
+    Inputs are [batch, width] with layout S(0). Results may have any layout; on other ranks or a
+    grid, they are converted to the layout of the labels.
     """
 
     @property

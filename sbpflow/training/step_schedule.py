@@ -147,11 +147,13 @@ BatchT = TypeVar("BatchT", bound=BatchInFlight)
 class StepSchedule:
     """Runs ``each_batch`` for one batch after another, and then ``each_step`` once.
 
-    A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
-    ``wait_at_once``, the schedule waits for each transfer right after starting it. Moves of
-    ``OF_IDS`` may come before or after ``LOOKUP``; they prepare the batch that is ``distance``
-    batches after the current batch. The three moves of ``OF_IDS`` for a batch may be spread over
-    consecutive steps. Raises ValueError if a move would use a result before it exists.
+    A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. The gradients of
+    a batch are received before those of the next batch are sent, so that the number of messages in
+    flight does not grow with the number of batches. With ``wait_at_once``, the schedule waits for
+    each transfer right after starting it. Moves of ``OF_IDS`` may come before or after ``LOOKUP``;
+    they prepare the batch that is ``distance`` batches after the current batch. The three moves of
+    ``OF_IDS`` for a batch may be spread over consecutive steps. Raises ValueError if a move would
+    use a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -231,11 +233,15 @@ class StepSchedule:
         always start in batch order.
         """
         world.wait_at_once = self.wait_at_once
+        previous = {later: earlier for earlier, later in pairwise(batches)}
 
         def make(move: Move, batch: BatchT) -> None:
-            if move.name not in batch.done:
-                _call(move, watch, of_batch[move.name], batch)
-                batch.done.add(move.name)
+            if move.name in batch.done:
+                return
+            if move is SEND_GRADS and batch in previous:
+                make(RECEIVE_GRADS, previous[batch])
+            _call(move, watch, of_batch[move.name], batch)
+            batch.done.add(move.name)
 
         order, overdue = _order_of_step(self, lookahead)
         queue = [*batches, *window]

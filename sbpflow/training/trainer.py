@@ -41,7 +41,7 @@ from sbpflow.training.cuda_graph import DenseInputs
 from sbpflow.training.dense_part import DensePart
 from sbpflow.training.graphed_step import OF_BATCH, OF_STEP, GraphedStep, StepInputs
 from sbpflow.training.learning_rate import RateFactor, constant
-from sbpflow.training.losses import PLAIN, row_losses
+from sbpflow.training.losses import PLAIN, backward, row_losses
 from sbpflow.training.move_times import MoveTimes, MoveWatch
 from sbpflow.training.step_schedule import (
     CLIP,
@@ -142,7 +142,7 @@ class Trainer:
         self.graphs: GraphedStep | None = None
         if cuda_graph:
             self.graphs = GraphedStep(
-                lambda inputs, seed: _terms_after_backward(self._loss_of(inputs, seed)),
+                lambda inputs, seed: backward(self._loss_of(inputs, seed), inputs.vectors),
                 [parameter.part for parameter in leaves],
                 boxing.world,
                 embeddings=embeddings,
@@ -388,7 +388,7 @@ class Trainer:
         if term is None:
             if flight.loss is None:
                 raise RuntimeError("backward before forward")
-            term = _terms_after_backward(flight.loss)
+            term = backward(flight.loss, flight.vectors)
         self._loss_terms = term if self._loss_terms is None else self._loss_terms + term
         flight.loss, flight.vectors = None, {}
 
@@ -492,9 +492,3 @@ class Trainer:
         size = self._boxing.world.size
         sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))
-
-
-def _terms_after_backward(loss: GlobalTensor) -> Tensor:
-    """Run the backward pass from ``loss``; return this rank's loss term [1]."""
-    loss.backward()
-    return loss.detach().to("P", id="loss").part.reshape(1)

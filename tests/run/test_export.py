@@ -24,7 +24,7 @@ from sbpflow.data.__main__ import main
 from sbpflow.data.read.crosses import hashed_ids as hashed_by_loader
 from sbpflow.data.read.loaders import open_loaders
 from sbpflow.embedding.plan.out_of_range import OutOfRange
-from sbpflow.errors import ConfigError, DataError
+from sbpflow.errors import ConfigError, DataError, SbpError
 from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
 from sbpflow.models.dlrm import DlrmConfig
@@ -52,6 +52,7 @@ from sbpflow.training.evaluate import score_split
 from sbpflow.training.metrics import evaluate
 from tests.data.tables import SCHEMA, SPLIT, table, write_csv
 from tests.run.test_torch_model import Model as OwnModel
+from tests.run.test_torch_model import with_complex_buffer
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
 ALONE = """
@@ -427,6 +428,9 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path):
         )
 
     with pytest.raises(ConfigError, match=r"model: Odd has no method plain\(seed\)"):
+        make(Odd())
+    Odd.plain = lambda self, *, seed: with_complex_buffer()
+    with pytest.raises(SbpError, match=r"buffer phase has dtype torch\.complex64"):
         make(Odd())
     Odd.plain = lambda self, *, seed: nn.Linear(3, 1)
     with pytest.raises(

@@ -6,8 +6,10 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -60,13 +62,13 @@ class Model:
     dropout: float = 0.0
 
     def spec(self, fields: Fields) -> TorchModel:
-        output = embedding_output("deep", fields.sparse, dim=DIM)
+        outputs = [embedding_output("deep", fields.sparse, dim=DIM)]
+        if self.kind == "unused output":
+            outputs.append(embedding_output("unused", fields.sparse[:2], dim=DIM))
         kinds = {
+            **NETS,
             "plain": lambda: Net(self.dropout),
-            "batch norm": lambda: Net(norm=nn.BatchNorm1d),
-            "compiled batch norm": lambda: torch.compile(
-                Net(norm=nn.BatchNorm1d), backend="aot_eager"
-            ),
+            "compiled batch norm": lambda: torch.compile(NETS["batch norm"](), backend="aot_eager"),
             # `aot_eager` traces like the default backend, but needs no compiler.
             "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
             "apart": Apart,
@@ -75,7 +77,38 @@ class Model:
             **WRONG,
         }
         options = {"mean loss": {"row_loss": mean_loss}, "autocast": {"autocast": torch.bfloat16}}
-        return TorchModel(outputs=(output,), make=kinds[self.kind], **options.get(self.kind, {}))
+        return TorchModel(
+            outputs=tuple(outputs), make=kinds[self.kind], **options.get(self.kind, {})
+        )
+
+
+class NormOfDense(Net):
+    """A net that also normalizes the dense fields, which need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=nn.BatchNorm1d)
+        self.of_dense = nn.BatchNorm1d(2)
+
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
+        return super().forward(vectors, self.of_dense(dense))
+
+
+class TwoNames(Net):
+    """A net whose norm has two names; ``forward`` uses the second."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=nn.BatchNorm1d)
+        self.alias = self._modules.pop("norm")
+        self.norm = self.alias
+
+
+NETS = {
+    "plain": Net,
+    "batch norm": partial(Net, norm=nn.BatchNorm1d),
+    "norm of dense fields": NormOfDense,
+    "norm with two names": TwoNames,
+    "unused output": Net,
+}
 
 
 class Odd(Net):
@@ -110,6 +143,12 @@ class OddNorm(Net):
         return self.last(self.norm(x.t()).t())
 
 
+def with_complex_buffer() -> nn.Module:
+    net = Net()
+    net.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    return net
+
+
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - labels).square().mean()
 
@@ -128,6 +167,7 @@ WRONG = {
     "whole": lambda: Odd("whole"),
     "lazy": lambda: nn.Sequential(nn.LazyLinear(3)),
     "buffer": lambda: Odd("buffer"),
+    "complex buffer": with_complex_buffer,
     "shape": lambda: Odd("shape"),
     "mean loss": Net,
 }
@@ -190,13 +230,13 @@ def run(job: Job, world: World) -> list[float]:
     return [float(loss) for loss in job.trainer.train_on(parts)]
 
 
-def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[str, Tensor]]:
+def expected(make: Callable[[], nn.Module] = Net) -> tuple[list[float], dict[str, Tensor]]:
     """Train in plain torch (one process, dense tables, one optimizer); the result includes
     buffers.
     """
     with torch.random.fork_rng():
         torch.manual_seed(stream_key(SEED, "module"))
-        net = Net(norm=norm).double()
+        net = make().double()
     tables = []
     for field in FIELDS.sparse:
         table = torch.empty(field.rows, DIM, dtype=torch.float64)
@@ -217,24 +257,24 @@ def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[st
     return losses, dict(net.named_parameters()) | running
 
 
-KINDS = ["plain", "batch norm", "compiled", "compiled batch norm"]
+KINDS = [*NETS, "compiled", "compiled batch norm"]
 PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
 
 
 # Each rank's compilation takes seconds, so further cases are marked slow.
-compiling = {"plain": 4, "batch norm": 3, "compiled": 1, "compiled batch norm": 0}
+most_ranks = {"plain": 4, "batch norm": 3, "compiled": 1, "compiled batch norm": 0}
 
 
 @pytest.mark.parametrize(
     ("kind", "scheme", "size"),
     [
-        pytest.param(kind, *place, marks=[pytest.mark.slow] * (place[1] > compiling[kind]))
+        pytest.param(kind, *place, marks=[pytest.mark.slow] * (place[1] > most_ranks.get(kind, 2)))
         for kind in KINDS
         for place in PLACES
     ],
 )
 def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
-    losses, parameters = expected(nn.BatchNorm1d if "batch" in kind else nn.LayerNorm)
+    losses, parameters = expected(NETS.get(kind.removeprefix("compiled "), Net))
     for found, weights in ranks(size, train, scheme, Model(kind=kind)):
         # Values are float64; sums over rows use a different order, with errors of 1e-16 each.
         assert found == pytest.approx(losses, abs=1e-12)
@@ -310,6 +350,7 @@ def refusal(world: World, kind: str) -> str:
         ),
         ("lazy", "parameter 0.weight .*no shape yet"),
         ("buffer", "Odd: forward changed the buffer count in training"),
+        ("complex buffer", r"buffer phase has dtype torch\.complex64, .*torch\.view_as_real"),
         ("shape", r"Odd.forward: returned \[1\] for 24 rows; return one logit per row"),
         ("norm of a batch", "module BatchNorm1d: BatchNorm1d .*track_running_stats=False"),
         ("shared", "make returned the same Net twice;"),

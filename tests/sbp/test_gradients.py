@@ -334,7 +334,7 @@ def _sync(world, grid, specs, bucket_bytes):
         pending.wait()
     for parameter, cotangent in zip(parameters, cotangents, strict=True):
         check_parts(world, parameter.part.grad, parameter.layout, cotangent, "synced gradient")
-    mine = [step for step in sync.steps if step.group_of(world.rank)]
+    mine = [step for step in sync.plan.steps if step.group_of(world.rank)]
     assert meter.names == [step.collective for step in mine]
     assert meter.bytes_sent == pytest.approx(sum(s.bytes_sent(world.rank) for s in mine), abs=16)
     return meter.names

@@ -152,12 +152,17 @@ def _other_mesh(world):
     to_dtensor(x, to_mesh(Placement.of("cpu", [[0, 1]])))
 
 
-def _unknown_placement(world):
+class PartialOfMask(DPartial):
+    """A kind of Partial whose parts are not terms, like the private one of torch's embedding."""
+
+
+def _unknown_placement(world, placement):
     mesh = to_mesh(Placement.line("cpu", 2))
-    theirs = DTensor.from_local(torch.ones(2), mesh, [DPartial("product")], run_check=False)
+    theirs = DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
     with pytest.raises(SbpError, match="has no sbp; first redistribute to Shard or Replicate"):
         from_dtensor(theirs, Boxing(world))
 
 
-def test_placements_without_counterpart_are_refused(ranks):
-    ranks(2, _unknown_placement)
+@pytest.mark.parametrize("placement", [DPartial("product"), PartialOfMask()], ids=str)
+def test_placements_without_counterpart_are_refused(ranks, placement):
+    ranks(2, _unknown_placement, placement)

@@ -16,16 +16,17 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, parse_nd_sbp
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.gradient_sync import sync_gradients
 from tests.meter import Meter
 from tests.sbp.test_ops import normed, running_of
 
 ROWS, WIDTH, STEPS = 11, 6, 4
 
 
-def batches(offset=0.0):
+def batches():
     generator = torch.Generator().manual_seed(4)
     return [
-        torch.randn(ROWS - step, WIDTH, generator=generator, dtype=torch.float64) * 3 + offset
+        torch.randn(ROWS - step, WIDTH, generator=generator, dtype=torch.float64) * 3
         for step in range(STEPS)
     ]
 
@@ -96,23 +97,52 @@ def test_a_rank_without_rows_and_one_all_reduce_each_way(ranks):
         assert names == ["all_reduce"]
 
 
-def test_sums_about_the_running_mean_keep_their_digits():
-    """The float32 values are far from 0, so uncentered squares would lose all digits of the
-    variance.
-    """
-    boxing, line = DryBoxing(1), Placement.line("cpu", 1)
-    boxing.world.device = torch.device("cpu")
-    layout = Layout(line, parse_nd_sbp("B"))
-    full = batches(offset=1e5)[0]
-    x = GlobalTensor(full.float(), layout, tuple(full.shape), boxing)
-    ones, zeros = (
-        GlobalTensor(torch.full((WIDTH,), v), layout, (WIDTH,), boxing) for v in (1.0, 0.0)
+FAR = torch.tensor(
+    [[1.6e9, 1e5], [2015.0, 5.0], [1e5, 3.0]], dtype=torch.float64
+)  # mean, deviation
+
+
+def far_columns():
+    """Return float32 columns far from 0, such as timestamps and years."""
+    generator = torch.Generator().manual_seed(4)
+    mean, deviation = FAR.T
+    return (torch.randn(64, 3, generator=generator) * deviation + mean).float()
+
+
+def norm_of_far_columns(world):
+    """Return the output, the gradients and the running statistics of the first step."""
+    boxing, line = Boxing(world), Placement.line("cpu", world.size)
+    everywhere = Layout(line, parse_nd_sbp("B"))
+    x = GlobalTensor.from_full(far_columns(), Layout(line, parse_nd_sbp("S(0)")), boxing)
+    weight, bias = (
+        GlobalTensor.from_full(torch.full((3,), v), everywhere, boxing) for v in (2.0, 1.0)
     )
-    mean = GlobalTensor(torch.full((WIDTH,), 1e5), layout, (WIDTH,), boxing)
-    var = GlobalTensor(torch.ones(WIDTH), layout, (WIDTH,), boxing)
-    output = ops.batch_norm(x, ones, zeros, mean, var, training=True)
-    wanted = F.batch_norm(full.float().double(), None, None, training=True)
-    torch.testing.assert_close(output.part.double(), wanted, rtol=0, atol=5e-3)
+    leaves, running = [x, weight, bias], running_of(x)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    y = normed(*leaves, running=running)
+    ops.reduce_sum(ops.mul(y, ops.mul(y, y))).backward()
+    sync_gradients(leaves)
+    gradients = [GlobalTensor(a.part.grad, a.layout, a.shape, boxing).full() for a in leaves]
+    return y.full(), *gradients, *(buffer.part for buffer in running)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_columns_far_from_0_are_normalized_precisely_from_the_first_step(ranks, size):
+    """The running mean is still 0, so sums in float32 would lose all digits of the variance."""
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    nn.init.constant_(norm.weight, 2.0)
+    nn.init.constant_(norm.bias, 1.0)
+    x = far_columns().double().requires_grad_()
+    y = norm(x)
+    y.pow(3).sum().backward()
+    gradients = [x.grad, norm.weight.grad, norm.bias.grad]
+    wanted = [y.detach(), *gradients, norm.running_mean, norm.running_var]
+    for found in ranks(size, norm_of_far_columns):
+        for mine, theirs in zip(found, wanted, strict=True):
+            # float32 rounds each value by 6e-8; sums of 64 values add up such errors.
+            bound = 2e-6 * theirs.abs().amax(0)
+            assert ((mine.double() - theirs).abs() <= bound).all()
 
 
 def dry(nd_sbp, shape, dtype=torch.float32):

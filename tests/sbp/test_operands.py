@@ -75,6 +75,13 @@ def test_non_tensors_and_invalid_dims_are_refused(call, text):
         call()
 
 
+def test_a_dtype_that_cannot_be_sent_works_where_nothing_is_sent():
+    rows, columns = (dry(4, 6, sbp=sbp, dtype=torch.complex128) for sbp in ("S(0)", "S(1)"))
+    assert ops.mul(rows, rows).layout == rows.layout
+    with pytest.raises(SbpError, match=r"cannot send torch\.complex128"):
+        ops.mul(rows, columns)
+
+
 def test_an_int_is_a_single_dim():
     x = dry(4, 6, sbp="S(0)")
     assert ops.reduce_sum(x, 1).shape == (4,)

@@ -2,7 +2,7 @@
 initial values.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,18 +10,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config, DenseAdagrad, DenseSgd, RmsProp, TableChanges
 from sbpflow.config.train_options import LossConfig, ScheduleConfig
+from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.embedding.rules.adagrad import Adagrad
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
+from sbpflow.run.model.spec import (
+    Fields,
+    ParameterSpec,
+    embedding_output,
+    make_parameters,
+    schemes_of,
+)
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
+from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.learning_rate import rate_factor
@@ -64,8 +74,6 @@ class PlainModel:
     parameters: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        from sbpflow.tensor import ops
-
         return ops.bce_with_logits(logits, labels, reduction="none")
 
 
@@ -123,6 +131,80 @@ def test_a_changed_loss_trains_equally_on_several_ranks(ranks):
     for losses in ranks(2, train, changed):
         assert losses == pytest.approx(alone, rel=1e-12)
     assert alone != pytest.approx(ranks(1, train, config)[0], rel=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearModel:
+    """A linear model that computes its logits or its row losses with ``layout``."""
+
+    layout: Layout | None = None
+    moves: str = "logits"
+    name: str = "linear"
+
+    def spec(self, fields: Fields) -> "LinearSpec":
+        return LinearSpec(self, (embedding_output("fields", fields.sparse, dim=5),))
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    model: LinearModel
+    outputs: tuple[OutputConfig, ...]
+    splits_parameters = True
+    hashed_columns = ()
+
+    @property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        return {"weight": ParameterSpec(shape=(1, self.outputs[0].width), bound=0.5)}
+
+    @property
+    def schemes(self) -> Any:
+        return schemes_of(self.outputs)
+
+    def build(self, layouts: Any, boxing: Boxing, **options: Any) -> "LinearPart":
+        return LinearPart(self.model, make_parameters(self.parameters, layouts, boxing, **options))
+
+
+class LinearPart:
+    buffers: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
+
+    def __init__(self, model: LinearModel, parameters: dict[str, GlobalTensor]) -> None:
+        self.model, self.parameters = model, parameters
+
+    def moved(self, x: GlobalTensor, part: str) -> GlobalTensor:
+        layout = self.model.layout
+        return x if layout is None or part != self.model.moves else x.to(layout, id=f"moved.{part}")
+
+    def forward(self, vectors: Any, dense: GlobalTensor, **_: Any) -> GlobalTensor:
+        logits = ops.linear(vectors["fields"], self.parameters["weight"], id="linear")
+        return self.moved(logits, "logits")
+
+    def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
+        return self.moved(ops.bce_with_logits(logits, labels, reduction="none"), "losses")
+
+
+@pytest.mark.parametrize("moves", ["logits", "losses"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(Placement.of("cpu", [[0, 1], [2, 3]]), "(S(0), B)"),
+        Layout(Placement.of("cpu", [2, 1]), "S(0)"),
+    ],
+    ids=str,
+)
+def test_logits_and_losses_may_be_on_any_ranks(ranks, layout, moves):
+    loss = LossConfig(positive_weight=2.0, focal_gamma=1.5)
+    config = make_config("3", "sgd")
+    config = replace(config, train=replace(config.train, loss=loss), model=LinearModel())
+    (alone,) = ranks(1, train, config)
+    for losses in ranks(4, train, replace(config, model=LinearModel(layout=layout, moves=moves))):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_part_without_columns_has_initial_values():
+    layout = Layout(Placement.line("cpu", 2), "S(1)[6, 0]")
+    boxing, spec = DryBoxing(2, rank=1, device="cpu"), ParameterSpec(shape=(4, 6), bound=0.5)
+    made = make_parameters({"w": spec}, {"w": layout}, boxing, seed=0, dtype=torch.float32)
+    assert made["w"].part.shape == (4, 0)
 
 
 def test_a_cosine_is_half_a_wave():

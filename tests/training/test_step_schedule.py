@@ -127,8 +127,8 @@ def test_the_moves_of_two_batches_in_one_step():
     assert " ".join(order_of(OVERLAPPED, 2, 1)) == (
         "start_id_exchange 0 exchange_ids 0 receive_ids 0 lookup 0 start_id_exchange 1 "
         "gather_outputs 0 forward 0 exchange_ids 1 backward 0 send_grads 0 receive_ids 1 lookup 1 "
-        "start_id_exchange 2 gather_outputs 1 forward 1 exchange_ids 2 backward 1 send_grads 1 "
-        "send_dense receive_grads 0 receive_grads 1 update receive_dense update_dense"
+        "start_id_exchange 2 gather_outputs 1 forward 1 exchange_ids 2 backward 1 receive_grads 0 "
+        "send_grads 1 send_dense receive_grads 1 update receive_dense update_dense"
     )
     assert " ".join(order_of(SERIAL, 1, 0)) == (
         "start_id_exchange 0 exchange_ids 0 receive_ids 0 lookup 0 gather_outputs 0 forward 0 "

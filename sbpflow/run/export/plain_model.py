@@ -17,7 +17,7 @@ from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.export.row_formats import RowFormat, Rows, SavedRows, make_rows
-from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
+from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec, check_buffers
 from sbpflow.runtime.random.streams import GAMMA, mix
 from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 
@@ -255,7 +255,9 @@ def dense_part(
             "docs/embeddings.md"
         )
     exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (checked above)
-    module = exportable.plain(seed=seed).to(plan.dtype)
+    module = exportable.plain(seed=seed)
+    check_buffers(module)
+    module = module.to(plan.dtype)
     parameters = dict(module.named_parameters())
     if missing := sorted(set(spec.parameters) - set(parameters)):
         raise ConfigError(

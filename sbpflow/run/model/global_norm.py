@@ -5,6 +5,7 @@ depend on the number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -123,10 +124,13 @@ def check_norms(module: nn.Module) -> None:
 
 def replace_norms(module: nn.Module) -> nn.Module:
     """Replace each ``BatchNorm1d`` in ``module`` with a ``GlobalBatchNorm``; return the result."""
-    for name, part in list(module.named_modules()):
+    norms: dict[int, GlobalBatchNorm] = {}  # by the id of the replaced module
+    for name, part in list(module.named_modules(remove_duplicate=False)):
         if not isinstance(part, nn.BatchNorm1d):
             continue
-        norm = GlobalBatchNorm(part, plain_name(name) or type(part).__name__)
+        if id(part) not in norms:
+            norms[id(part)] = GlobalBatchNorm(part, plain_name(name) or type(part).__name__)
+        norm = norms[id(part)]
         if not name:
             return norm
         parent, _, leaf = name.rpartition(".")
@@ -156,18 +160,26 @@ def buffers_of(
     }
 
 
-def calls_of_norms(
-    module: nn.Module, widths: Mapping[str, int], num_dense: int
-) -> list[tuple[str, int]]:
-    """Return (name, features) of each batch norm in call order.
+@dataclass(frozen=True, slots=True)
+class NormCall:
+    """A call of the batch norm ``name``; ``needs_grad`` is whether its input needs a gradient."""
 
-    If there are any, runs a forward pass over two rows of zeros on the CPU, without gradients, and
-    leaves ``module`` in evaluation mode.
+    name: str
+    num_features: int
+    needs_grad: bool
+
+
+def calls_of_norms(module: nn.Module, widths: Mapping[str, int], num_dense: int) -> list[NormCall]:
+    """Return the calls of batch norms in order.
+
+    If there are any, runs a forward pass over two rows of zeros on the CPU, and leaves ``module``
+    in evaluation mode.
     """
-    calls: list[tuple[str, int]] = []
+    calls: list[NormCall] = []
 
     def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        calls.append((name, inputs[0].shape[-1]))
+        needs_grad = inputs[0].requires_grad and torch.is_grad_enabled()
+        calls.append(NormCall(name, inputs[0].shape[-1], needs_grad))
 
     hooks = [
         part.register_forward_pre_hook(partial(record, plain_name(name) or type(part).__name__))
@@ -176,27 +188,30 @@ def calls_of_norms(
     ]
     if hooks:
         module.eval()
-        vectors = {name: torch.zeros(2, width) for name, width in widths.items()}
-        with torch.no_grad():
+        vectors = {n: torch.zeros(2, width, requires_grad=True) for n, width in widths.items()}
+        with torch.enable_grad():
             module(vectors, torch.zeros(2, num_dense))
     for hook in hooks:
         hook.remove()
     return calls
 
 
-def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms in a dry run, one after another. ``carry`` ([b, 1])
-    passes through all of them, so that autograd sees one chain.
+def dry_norms(calls: Sequence[NormCall], carry: GlobalTensor) -> GlobalTensor:
+    """Run the transfers of these calls in a dry run, one after another. ``carry`` ([b, 1]) passes
+    through all calls that need a gradient, so that autograd sees one chain.
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]
-    for name, width in calls:
+    for call in calls:
+        width = call.num_features
         vectors = [
             GlobalTensor(carry.part.new_zeros(width), everywhere, (width,), boxing)
             for _ in range(4)
         ]
         wide = carry.part.expand(-1, width).contiguous()
         x = GlobalTensor(wide, carry.layout, (rows, width), boxing)
-        y = ops.batch_norm(x, *vectors, training=True, id=step_name(name))
-        carry = GlobalTensor(y.part.sum(1, keepdim=True), carry.layout, (rows, 1), boxing)
+        x = x if call.needs_grad else x.detach()
+        y = ops.batch_norm(x, *vectors, training=True, id=step_name(call.name))
+        if call.needs_grad:
+            carry = GlobalTensor(y.part.sum(1, keepdim=True), carry.layout, (rows, 1), boxing)
     return carry

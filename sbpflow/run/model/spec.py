@@ -33,7 +33,7 @@ from sbpflow.embedding.plan.tables import (
     Pooling,
     TableConfig,
 )
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.random.streams import fill_uniform
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -363,6 +363,17 @@ def make_buffers(
     }
 
 
+def check_buffers(module: nn.Module) -> None:
+    """Raise SbpError for complex buffers, which cannot be converted to the dtype of a run."""
+    for name, value in module.named_buffers():
+        if value.is_complex():
+            raise SbpError(
+                f"buffer {name} has dtype {value.dtype}, but a run converts buffers to the real "
+                "parallel.dtype, which would drop the imaginary part; use a real buffer, such as "
+                "torch.view_as_real of the values"
+            )
+
+
 def initial_values(
     name: str, spec: ParameterSpec, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -396,6 +407,8 @@ def _fill(part: Tensor, name: str, spec: ParameterSpec, slices: Sequence[slice],
     """Fill ``part``, the slice ``slices`` of a parameter, with the parameter's initial values."""
     if not spec.bound:
         part.fill_(spec.value)
+        return
+    if not part.numel():  # ``view`` cannot infer a dim of an empty part
         return
     rows, columns = slices if len(slices) == 2 else (slice(0, 1), slices[0])
     fill_uniform(

@@ -20,6 +20,7 @@ from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import SbpError
 from sbpflow.run.model.global_norm import (
+    NormCall,
     buffers_of,
     calls_of_norms,
     check_norms,
@@ -28,7 +29,7 @@ from sbpflow.run.model.global_norm import (
     plain_name,
     replace_norms,
 )
-from sbpflow.run.model.spec import HashedColumn, ParameterSpec, schemes_of
+from sbpflow.run.model.spec import HashedColumn, ParameterSpec, check_buffers, schemes_of
 from sbpflow.runtime.compute.compiler import keep_compiled_privately
 from sbpflow.runtime.random.draws import seeded
 from sbpflow.runtime.random.streams import stream_key
@@ -91,7 +92,7 @@ class TorchModel:
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Return names and shapes of the trained parameters; the module sets their initial values.
         Raises SbpError for lazy modules, sparse gradients, parameters that are not floating-point,
-        and batch norms that cannot be computed over the rows of all ranks.
+        complex buffers, and batch norms that cannot be computed over the rows of all ranks.
         """
         return {
             name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(self._first)
@@ -259,8 +260,8 @@ class TorchPart:
 class ShapesOnly:
     """Stands in for a module in a dry run, where only its batch norms communicate.
 
-    ``calls`` takes the widths of the vectors and the number of dense fields, and returns (name,
-    features) of each batch norm in call order.
+    ``calls`` takes the widths of the vectors and the number of dense fields, and returns the calls
+    of batch norms in order.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class ShapesOnly:
         layouts: Mapping[str, Layout],
         boxing: Boxing,
         dtype: torch.dtype,
-        calls: Callable[[Mapping[str, int], int], list[tuple[str, int]]] | None = None,
+        calls: Callable[[Mapping[str, int], int], list[NormCall]] | None = None,
     ) -> None:
         self._calls = calls
         self.buffers: dict[str, GlobalTensor] = {}
@@ -320,6 +321,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _check_module(module: nn.Module) -> None:
     check_norms(module)
+    check_buffers(module)
     for name, part in module.named_modules():
         kind, where = type(part).__name__, name or type(part).__name__
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:

@@ -68,12 +68,12 @@ def batch_norm(
     ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
 
     In training, the statistics are over all b rows of the global batch. With S(0), one all-reduce
-    of 2 n numbers adds up the sums and the sums of squares of all ranks, and another all-reduce, in
-    the backward pass, adds up their gradients. ``running_mean`` and ``running_var`` ([n], with
-    layout B) are updated in place with ``momentum``; ``running_var`` uses the variance with divisor
-    b - 1. Evaluation uses these running statistics and does not communicate. The result equals that
-    of torch's BatchNorm1d in one process. Raise SbpError for a training batch of one row,
-    or in a 16-bit dtype.
+    of 2 n float64 numbers adds up the sums and the sums of squares of all ranks, and another
+    all-reduce, in the backward pass, adds up their gradients. ``running_mean`` and ``running_var``
+    ([n], with layout B) are updated in place with ``momentum``; ``running_var`` uses the variance
+    with divisor b - 1. Evaluation uses these running statistics and does not communicate. The
+    result equals that of torch's BatchNorm1d in one process. Raise SbpError for a training batch of
+    one row, or in a 16-bit dtype.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
@@ -84,22 +84,24 @@ def batch_norm(
         return _by_running(x, weight, bias, running_mean, running_var, eps, id)
     if x.dtype.itemsize < 4:
         raise SbpError(
-            f"batch_norm: sums of squares over a batch exceed the range or precision of {x.dtype}; "
-            "convert the operands with ops.cast, for example to torch.float32"
+            f"batch_norm: running statistics exceed the range or precision of {x.dtype}; convert "
+            "the operands with ops.cast, for example to torch.float32"
         )
     if x.shape[0] == 1:
         raise SbpError(
             "batch_norm: a batch of one row has no variance; train on batches of two or more "
             "rows (for example, use data.tail: drop to skip a short last batch)"
         )
-    # The running mean is first subtracted from x, because E[x^2] - E[x]^2 loses most digits to
-    # cancellation if the mean is large.
+    # E[x^2] - E[x]^2 loses most digits to cancellation if the mean is large. The running mean is
+    # therefore first subtracted from x. The sums are float64, because in the first steps, the
+    # running mean is still far from the mean.
     center = GlobalTensor(
         running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
     )
     by_rows = make_rule("batch_norm.sums", (("b", "n"), ("n",)), ("two", "n"), "b,B->P; n,n->n")
     x = x.to(choose(by_rows, [x, center]).inputs[0], id=f"{id}.0")
-    sums = apply(by_rows, [x, center], (2, x.shape[1]), _sums, id=f"{id}.sums")
+    shape = (2, x.shape[1])
+    sums = apply(by_rows, [x, center], shape, _sums, id=f"{id}.sums", dtype=torch.float64)
     summed = tuple(Broadcast() if isinstance(sbp, Partial) else sbp for sbp in sums.layout.nd_sbp)
     sums = sums.to(summed, id=f"{id}.moments")
     normalized = make_rule(
@@ -119,8 +121,9 @@ def batch_norm(
     all_sums = sums.detach().to((Broadcast(),) * x.layout.placement.ndim, id=f"{id}.running")
     if x.boxing.world.rank in x.layout.placement:
         mean, variance = _moments(all_sums.part, center.part, rows)
-        running_mean.part.lerp_(mean, momentum)
-        running_var.part.lerp_(variance * (rows / (rows - 1)), momentum)
+        variance *= rows / (rows - 1)
+        for running, value in ((running_mean, mean), (running_var, variance)):
+            running.part.lerp_(value.to(running.dtype), momentum)
     return y
 
 
@@ -130,13 +133,20 @@ def _check_operands(op: str, x: GlobalTensor, *vectors: GlobalTensor) -> None:
 
 
 def _sums(_: Choice, parts: list[Tensor]) -> Tensor:
-    """Sum x - center and (x - center)^2 over the rows: x [b, n], center [n] -> [2, n]."""
-    centered = parts[0] - parts[1]
-    return torch.stack([centered.sum(0), centered.square().sum(0)])
+    """Sum x - center and (x - center)^2 over the rows: x [b, n], center [n] -> [2, n] float64."""
+    # Sums about a value near this rank's mean are precise in the dtype of x. They are then turned
+    # into sums about ``center``, so that only tensors [n] need float64, which is slow.
+    x, center = parts
+    rows = x.shape[0]
+    near = x.detach().sum(0) / max(rows, 1)
+    apart = x - near
+    sums, squares = apart.sum(0).double(), apart.square().sum(0).double()
+    offset = near.double() - center.double()
+    return torch.stack([sums + rows * offset, squares + 2 * offset * sums + rows * offset.square()])
 
 
 def _moments(sums: Tensor, center: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance [n], computed from the result of ``_sums``."""
+    """Return the mean and variance ([n] float64), computed from the result of ``_sums``."""
     offset = sums[0] / rows
     return center + offset, (sums[1] / rows - offset.square()).clamp_min(0.0)
 
@@ -144,8 +154,12 @@ def _moments(sums: Tensor, center: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _scaled(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
+    # x - mean is computed first, because x * scale - mean * scale would lose digits if the mean is
+    # large. The mean is rounded to the dtype of x, and the difference is added to the bias.
     scale = weight * (variance + eps).rsqrt()
-    return torch.addcmul(bias - mean * scale, x, scale)
+    center = mean.detach().to(x.dtype)
+    offset = bias - (mean - center) * scale
+    return torch.addcmul(offset.to(x.dtype), x - center, scale.to(x.dtype))
 
 
 def _by_running(

@@ -12,7 +12,6 @@ from sbpflow.tensor.dispatch import (
     Out,
     apply,
     check_floating,
-    check_tensors,
     checked_dims,
     letters_for,
 )
@@ -35,13 +34,13 @@ def reduce_sum(
 
     Integers are summed in int64, as in torch.
     """
-    check_tensors("reduce_sum", x)
+    chosen = checked_dims(x, dims, "reduce_sum")
     dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64
 
-    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+    def kernel(part: Tensor) -> Tensor:
         return part.sum(chosen, keepdim=keepdim, dtype=dtype) if chosen else part.to(dtype)
 
-    return _reduce("reduce_sum", "P", "P->P", kernel, x, dims, keepdim, out, id, dtype)
+    return _reduce("reduce_sum", "P", "P->P", kernel, x, chosen, keepdim, out, id, dtype)
 
 
 def reduce_max(
@@ -62,16 +61,16 @@ def reduce_max(
     Equal maxima within a part share the gradient evenly, as in torch's ``amax``. If several parts
     have the same maximum, the first of these parts gets the gradient.
     """
-    check_tensors("reduce_max", x)
+    chosen = checked_dims(x, dims, "reduce_max")
     if x.dtype.is_complex:
         raise SbpError(
             f"reduce_max: {x!r} is complex, and complex numbers have no order; use a "
             "real dtype such as torch.float32"
         )
-    if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
+    if empty := [n for n in chosen if x.shape[n] == 0]:
         raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, so it has no maximum")
 
-    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+    def kernel(part: Tensor) -> Tensor:
         if not chosen:
             return part
         if part.numel() or all(part.shape[n] for n in chosen):
@@ -80,7 +79,7 @@ def reduce_max(
         # empty part keeps the part in the autograd graph.
         return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
-    return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
+    return _reduce("reduce_max", "P(max)", "", kernel, x, chosen, keepdim, out, id)
 
 
 def reduce_mean(
@@ -99,37 +98,37 @@ def reduce_mean(
     avoid overflow, and then rounded to the dtype of ``x``.
     """
     check_floating("reduce_mean", x)
-    count = math.prod(x.shape[dim] for dim in checked_dims(x, dims, "reduce_mean"))
+    chosen = checked_dims(x, dims, "reduce_mean")
+    count = math.prod(x.shape[dim] for dim in chosen)
     share = 1.0 / count if count else math.nan
     dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
-    def kernel(part: Tensor, chosen: list[int]) -> Tensor:
+    def kernel(part: Tensor) -> Tensor:
         total = part.sum(chosen, keepdim=keepdim, dtype=dtype) if chosen else part.to(dtype)
         return (total * share).to(part.dtype)
 
-    return _reduce("reduce_mean", "P", "P->P", kernel, x, dims, keepdim, out, id)
+    return _reduce("reduce_mean", "P", "P->P", kernel, x, chosen, keepdim, out, id)
 
 
 def _reduce(
     op: str,
     reduced: str,
     more: str,
-    kernel: Callable[[Tensor, list[int]], Tensor],
+    kernel: Callable[[Tensor], Tensor],
     x: GlobalTensor,
-    dims: int | Sequence[int] | None,
+    chosen: Sequence[int],
     keepdim: bool,
     out: Out,
     id: str | None,
     dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
-    """Apply ``kernel`` with S(i) -> S(i) for kept dims and S(i) -> ``reduced`` for reduced dims."""
-    chosen = checked_dims(x, dims, op)
+    """Apply ``kernel`` with S(i) -> S(i) for kept dims and S(i) -> ``reduced`` for the ``chosen``
+    dims.
+    """
     letters = letters_for(x.ndim)
     signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))
     remaining = [n for n in range(x.ndim) if keepdim or n not in chosen]
     output = tuple("" if n in chosen else letters[n] for n in remaining)
     shape = tuple(1 if n in chosen else x.shape[n] for n in remaining)
     op_rule = make_rule(op, (letters,), output, signatures + more)
-    return apply(
-        op_rule, [x], shape, lambda _, p: kernel(p[0], chosen), out=out, id=id, dtype=dtype
-    )
+    return apply(op_rule, [x], shape, lambda _, p: kernel(p[0]), out=out, id=id, dtype=dtype)
