@@ -101,11 +101,13 @@ class _Matrix:
         return self._builder.bitcast(pointer, vector.as_pointer())
 
     def load(self, pointer: Node) -> Node:
+        """Load the vector at ``pointer``, which need not be aligned."""
         value = self._builder.load(pointer)
         value.align = self._align
         return value
 
     def store(self, value: Node, pointer: Node) -> None:
+        """Store a vector at ``pointer``, which need not be aligned."""
         self._builder.store(value, pointer).align = self._align
 
     def for_lanes(self, each: Callable[[Node, Node], None]) -> None:
