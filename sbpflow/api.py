@@ -153,7 +153,7 @@ class Run:
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)
-            return like(pl.read_parquet(rows.output), data)
+            return like(pl.read_parquet(rows.output, glob=False), data)
 
     def evaluate(
         self,

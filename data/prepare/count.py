@@ -55,7 +55,7 @@ class TrainPiece:
         """Return the train rows of the piece or, with ``path``, of another file of the piece. If
         that file has several entries per row, its column ``row`` contains the row numbers.
         """
-        frame = pl.scan_ipc(path or self.path)
+        frame = pl.scan_ipc(path or self.path, glob=False)
         if self.limit is None:
             return frame.filter(pl.col(SPLIT_COLUMN) == 0)
         return frame.filter(pl.col(row) < self.limit) if row else frame.head(self.limit)

@@ -184,9 +184,11 @@ class _PieceEncoder:
         options: PrepareOptions,
     ) -> None:
         self._tables, self._fitted, self._options = tables, fitted, options
-        self._frame = pl.read_ipc(path)
+        self._frame = pl.scan_ipc(path, glob=False).collect()
         names = (column.name for column in options.schema.many)
-        self._lists = {name: pl.read_ipc(list_file(path, name)) for name in names}
+        self._lists = {
+            name: pl.scan_ipc(list_file(path, name), glob=False).collect() for name in names
+        }
         self.clamped: dict[str, int] = {}
         self.rare: dict[str, int] = {}
         """Number of lookups of values that are rare in train, or do not occur in it, by field"""

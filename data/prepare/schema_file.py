@@ -119,6 +119,12 @@ class _Reader:
             )
 
     def names(self, key: str, values: Collection[object]) -> None:
+        if flags := [entry for entry in values if isinstance(entry, bool)]:
+            raise ConfigError(
+                f"{self.key}: {key} contains the boolean {flags[0]}, because YAML reads yes, no, "
+                "on, off, true, and false as booleans; put column names like these in quotes: "
+                f'{key}: ["on"]'
+            )
         if nested := [entry for entry in values if not isinstance(entry, str | int)]:
             raise ConfigError(
                 f"{self.key}: {key} must list column names, but contains {nested[0]!r}"

@@ -18,8 +18,8 @@ _COLUMN_TYPES = (
 
 def _scan(path: Path) -> pl.LazyFrame:
     if path.suffix.lower() == ".parquet":
-        return pl.scan_parquet(path)
-    return pl.scan_ipc(path)
+        return pl.scan_parquet(path, glob=False)
+    return pl.scan_ipc(path, glob=False)
 
 
 def count_rows(path: Path) -> int:

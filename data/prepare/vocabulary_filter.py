@@ -129,7 +129,7 @@ def _with_strings(
     if parent is not None:
         strings[np.searchsorted(keys, parent.keys)] = parent.strings()
     for file in files if len(keys) else ():
-        frame = pl.read_ipc(file)
+        frame = pl.scan_ipc(file, glob=False).collect()
         piece_keys = frame["key"].to_numpy()
         place = np.minimum(np.searchsorted(keys, piece_keys), len(keys) - 1)
         has_id = (keys[place] == piece_keys) & (checks[place] == frame["check"].to_numpy())

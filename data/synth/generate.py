@@ -27,7 +27,7 @@ from sbpflow.data.format.manifest import (
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.format.shards import Words, write_shard
-from sbpflow.data.prepare.workspace import MARK, discard, open_work
+from sbpflow.data.prepare.workspace import MARK, discard, only_run, open_work
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.data.synth.bayes import BayesTally
 from sbpflow.data.synth.columns import BLOCK_ROWS, Columns, Rows
@@ -160,15 +160,18 @@ def _mixed(keys: NDArray[np.uint64], size: int) -> Ranks:
 def synth(options: SynthOptions) -> Manifest | None:
     """Generate rows; return the manifest of the prepared set, or None for TSV."""
     options.check()
-    if options.output.exists():
-        raise ConfigError(f"--output {options.output} already exists; remove it or use a new path")
-    generator = Generator(options)
-    if options.format == "tsv":
-        write_tsv(generator, options)
-        return None
-    if options.format == "prepared":
-        return _write_prepared(generator, options)
-    raise unknown_value("--format", options.format, Format)
+    with only_run(options.output):
+        if options.output.exists():
+            raise ConfigError(
+                f"--output {options.output} already exists; remove it or use a new path"
+            )
+        generator = Generator(options)
+        if options.format == "tsv":
+            write_tsv(generator, options)
+            return None
+        if options.format == "prepared":
+            return _write_prepared(generator, options)
+        raise unknown_value("--format", options.format, Format)
 
 
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:

@@ -1,8 +1,8 @@
 """Coordinates writing one checkpoint: each rank reports what it has written, and rank 0 completes
 it.
 
-Reports go through a key-value store, with a deadline. This module calls no collectives, so any
-thread may save.
+Reports go through a key-value store, with a deadline that restarts while any rank is writing. This
+module calls no collectives, so any thread may save.
 """
 
 import json
@@ -33,6 +33,8 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.store import TimedStore
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # short at first: small checkpoints take milliseconds
+# Every second, a rank that writes increases this counter in the store, and waiting ranks read it.
+_PROGRESS, _PROGRESS_S = "progress", 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,20 @@ class Attempt:
             self._partial.mkdir(exist_ok=True)
         return piece_file(self._partial, self.rank, self.nonce)
 
+    def progress(self) -> Callable[[], None]:
+        """Return a function that this rank calls after each write, so that the other ranks continue
+        to wait.
+        """
+        next_s = 0.0
+
+        def wrote() -> None:
+            nonlocal next_s
+            if (now := time.monotonic()) >= next_s:
+                next_s = now + _PROGRESS_S
+                self.store.add(_PROGRESS, 1)
+
+        return wrote
+
     def report(
         self, pieces: Sequence[tuple[str, Piece]], patches: Sequence[tuple[str, Patch]] = ()
     ) -> None:
@@ -124,8 +140,9 @@ class Attempt:
     def finish(self) -> tuple[AnyPath, str]:
         """Wait until the checkpoint is complete; return its folder and, on rank 0, its digest.
 
-        Raise CheckpointError on every rank if any rank could not write or did not report in time.
-        The message gives the reason or lists the missing ranks.
+        Raise CheckpointError on every rank if any rank could not write, or if some ranks did not
+        report and no rank has written for ``deadline_s``. The message gives the reason or lists the
+        missing ranks.
         """
         digest = ""
         if self.rank == 0:
@@ -136,8 +153,11 @@ class Attempt:
             if reason:
                 drop_partial(self._partial, self.nonce)
             self._post(self._done, {"refused": reason})
-        elif self._await([self._done], self.deadline_s + 5.0):
-            raise CheckpointError(f"{self._target}: rank 0 did not complete the checkpoint in time")
+        elif self._await([self._done], limit_s := self.deadline_s + 5.0):
+            raise CheckpointError(
+                f"{self._target}: rank 0 did not complete the checkpoint, and no rank wrote "
+                f"anything for {limit_s:g} s (parallel.timeout_s is {self.deadline_s:g})"
+            )
         else:
             reason = self._read(self._done)["refused"]
         if reason:
@@ -152,8 +172,9 @@ class Attempt:
         if missing := self._await(keys, self.deadline_s):
             ranks = [rank for rank in range(self.size) if self._key(rank) in missing]
             return (
-                f"{self._target}: ranks {ranks} did not report within {self.deadline_s:g} s "
-                "(parallel.timeout_s); earlier checkpoints are unchanged",
+                f"{self._target}: ranks {ranks} did not finish, and no rank wrote anything for "
+                f"{self.deadline_s:g} s (parallel.timeout_s); earlier checkpoints are unchanged; "
+                "check the disk, or use a larger parallel.timeout_s",
                 "",
             )
         reports = [self._read(key) for key in keys]
@@ -209,13 +230,17 @@ class Attempt:
         return json.loads(self.store.get(key))
 
     def _await(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Wait for the keys for at most ``limit_s`` seconds; return the keys that are still
-        missing.
+        """Wait for the keys until no rank has written for ``limit_s`` seconds; return the keys that
+        are still missing.
         """
-        end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
-        missing = list(keys)
+        missing, pause_s = list(keys), _FIRST_POLL_S
+        written, next_s, end = -1, 0.0, 0.0
         while missing := [key for key in missing if not self.store.check([key])]:
-            if time.monotonic() > end:
+            if (now := time.monotonic()) >= next_s:
+                next_s, before = now + _PROGRESS_S, written
+                if (written := self.store.add(_PROGRESS, 0)) != before:
+                    end = now + limit_s
+            if now > end:
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_POLL_S)

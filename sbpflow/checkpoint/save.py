@@ -35,8 +35,8 @@ _NICENESS = 10
 class Saver:
     """Saves a job's ``state`` into the existing ``folder``; every rank creates a Saver.
 
-    ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``stores``
-    returns the stores of the tables in ``state``.
+    ``run`` is the ID of the run. A save fails if some ranks have not finished, but no rank
+    has written for ``deadline_s``. ``stores`` returns the stores of the tables in ``state``.
 
     Up to ``num_deltas`` checkpoints after each full one contain only the changed rows of tables.
     ``previous`` is the checkpoint in ``folder`` that equals the state at construction, if there is
@@ -90,7 +90,8 @@ class Saver:
         self.wait()
         attempt, parts, changes = self._begin(step, documents)
         try:
-            attempt.report(*_patches(write_parts(attempt.file(), parts), changes))
+            written = write_parts(attempt.file(), parts, attempt.progress())
+            attempt.report(*_patches(written, changes))
         except CheckpointError as error:
             attempt.give_up(str(error))
         return self._finish(attempt)
@@ -112,7 +113,8 @@ class Saver:
         def work() -> None:
             _lower_priority()
             try:
-                attempt.report(*_patches(snapshot.write(attempt.file()), changes))
+                written = snapshot.write(attempt.file(), attempt.progress())
+                attempt.report(*_patches(written, changes))
             except CheckpointError as error:
                 attempt.give_up(str(error))
             finally:

@@ -5,7 +5,7 @@ Tables are written through an undo log; everything else is copied at constructio
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -116,11 +116,13 @@ class Snapshot:
             logging_s=sum(log.logging_s for log in logs),
         )
 
-    def write(self, path: AnyPath) -> list[tuple[str, Piece]]:
-        """Write all parts into a new file, and call fsync on it."""
+    def write(
+        self, path: AnyPath, wrote: Callable[[], None] = lambda: None
+    ) -> list[tuple[str, Piece]]:
+        """Write all parts into a new file, and sync it; call ``wrote`` after each write."""
         spill = SpillFile(path.parent)
         try:
-            with PieceFile(path) as file:
+            with PieceFile(path, wrote) as file:
                 logged = [pair for one in self._logged for pair in self._write(file, one, spill)]
                 return logged + [(part.name, write_part(file, part)) for part in self._rest]
         finally:

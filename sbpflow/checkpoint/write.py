@@ -6,7 +6,7 @@ not communicate with other ranks.
 
 import os
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, cast
@@ -63,12 +63,12 @@ class PieceFile:
 
     Pieces are not written in order, so a file for an object store is first written to an unnamed
     file in TMPDIR, and then uploaded. The end of a ``with`` block without an error syncs the file
-    to disk or uploads it.
+    to disk or uploads it. ``wrote`` is called after each write and each uploaded part.
     """
 
-    def __init__(self, path: AnyPath) -> None:
-        self.path = path
-        self.size = 0
+    def __init__(self, path: AnyPath, wrote: Callable[[], None] = lambda: None) -> None:
+        self.path, self.size = path, 0
+        self._wrote = wrote
         with named(path):
             if isinstance(path, RemotePath):
                 with tempfile.TemporaryFile(buffering=0) as file:
@@ -91,6 +91,7 @@ class PieceFile:
             if _advise is not None:
                 start = max(0, offset - _STILL_CACHED_BYTES)
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
+        self._wrote()
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +101,7 @@ class PieceFile:
             if error is None:
                 with named(self.path):
                     if isinstance(self.path, RemotePath):
-                        self.path.upload(self._file)
+                        self.path.upload(self._file, self._wrote)
                     else:
                         os.fsync(self._file)
         finally:
@@ -143,9 +144,11 @@ class PieceWriter:
         )
 
 
-def write_parts(path: AnyPath, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
-    """Write all parts into a new file, and call fsync on it."""
-    with PieceFile(path) as file:
+def write_parts(
+    path: AnyPath, parts: Sequence[Part], wrote: Callable[[], None] = lambda: None
+) -> list[tuple[str, Piece]]:
+    """Write all parts into a new file, and sync it; call ``wrote`` after each write."""
+    with PieceFile(path, wrote) as file:
         return [(part.name, write_part(file, part)) for part in parts]
 
 

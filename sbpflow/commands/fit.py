@@ -14,7 +14,8 @@ from sbpflow.config.schema import Config
 from sbpflow.run.report.events import Event, check_event, time_of
 from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
 from sbpflow.runtime.files.run_folder import METRICS_FILE
-from sbpflow.runtime.processes.start_ranks import EXIT_INTERRUPT, start_ranks
+from sbpflow.runtime.processes.launch import EXIT_INTERRUPT
+from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.rank_errors import error_of_ranks
 from sbpflow.training.progress import Progress
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sbpflow.run.planning.plan import RunPlan
     from sbpflow.run.saved.resume import DataFacts, Resumed
     from sbpflow.runtime.ranks.topology import Topology
+    from sbpflow.runtime.ranks.world import World
     from sbpflow.training.loop import Reporter
     from sbpflow.training.report import Report
 
@@ -99,8 +100,8 @@ def train_config(
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.data.read.loaders import open_loaders
     from sbpflow.run.execution.job import build_job
+    from sbpflow.run.execution.predict import together
     from sbpflow.run.execution.start import closing, join_ranks, lock_run_folder, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
@@ -140,16 +141,8 @@ def train_config(
             opened.callback(lock.close)
         data = facts_of(manifest)
         decision = resume.decide(config, data, boxing)
-        loaders = open_loaders(
-            manifest,
-            config.data,
-            world.rank,
-            world.size,
-            seed=config.run.seed,
-            device=world.device,
-            crosses=spec.hashed_columns,
-            ids_on_host=plan.embeddings.ids_on_host,
-        )
+        # Opening the loaders of a set at a URL downloads its files.
+        loaders = together(boxing, _opening(config, manifest, spec, plan, world))
         for loader in loaders.values():
             opened.callback(loader.close)
         newest, request = decision.newest, config.parallel.kernel
@@ -162,6 +155,25 @@ def train_config(
         start = resume.at_cursor(start, config, loaders["train"])
         run = resume.Resumed(decision, start, data)
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
+
+
+def _opening(
+    config: "Config", manifest: "Manifest", spec: "ModelSpec", plan: "RunPlan", world: "World"
+) -> "Callable[[], Mapping[str, RowLoader]]":
+    """Return a function that opens the loaders of all splits."""
+    from sbpflow.data.read.loaders import open_loaders
+
+    return partial(
+        open_loaders,
+        manifest,
+        config.data,
+        world.rank,
+        world.size,
+        seed=config.run.seed,
+        device=world.device,
+        crosses=spec.hashed_columns,
+        ids_on_host=plan.embeddings.ids_on_host,
+    )
 
 
 def facts_of(manifest: "Manifest") -> "DataFacts":

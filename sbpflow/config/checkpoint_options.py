@@ -15,9 +15,9 @@ class CheckpointConfig:
     """Specifies when a run is saved, which checkpoints are kept, and from which one it resumes.
 
     ``resume: auto`` resumes an unfinished run in ``dir`` from its newest valid checkpoint; the run
-    fails if any key that affects results has changed. ``never`` starts from the beginning and moves
-    existing checkpoints aside. A path resumes from the checkpoint at that path, even if another run
-    wrote it.
+    fails if any key that affects results has changed. ``never`` always starts from the beginning
+    and moves existing checkpoints aside. A path starts a new run from the checkpoint at that path;
+    if that run is interrupted, the same command resumes it.
     """
 
     dir: Annotated[

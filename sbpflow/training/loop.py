@@ -208,7 +208,7 @@ def fit(
     trainer.rate_scale = watchers.rate_scale
     last = last_step(train, loaders["train"].num_steps, checkpoints)
     _check_val(train, watchers, loaders, last)
-    _check_profile(profiler, last)
+    _check_profile(profiler, checkpoints.step, last, boxing.world.rank)
     step, pace, times = checkpoints.step, Pace(boxing.world), MoveTimes()
     caches, growth = CacheWatch(trainer), GrowthWatch(trainer.growth_counts, boxing.world.rank)
     overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
@@ -295,8 +295,15 @@ def _warn_if_finished(step: int, last: int, rank: int) -> None:
         )
 
 
-def _check_profile(profiler: StepProfiler | None, last: int) -> None:
-    if profiler is not None and profiler.first > last:
+def _check_profile(profiler: StepProfiler | None, step: int, last: int, rank: int) -> None:
+    if profiler is None:
+        return
+    if profiler.last <= step and rank == 0:
+        logger.warning(
+            "train.profile has no effect: it ends at step %d, but the run resumes after step %d",
+            *(profiler.last, step),
+        )
+    if profiler.first > last:
         raise ConfigError(
             f"train.profile starts at step {profiler.first}, but the run has only {last} steps; "
             f"use, for example, [{max(1, last - 2)}, {last}]"

@@ -253,6 +253,44 @@ def test_every_rank_gets_the_reason_of_a_failed_write(ranks, memory):
     assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]
 
 
+def one_is_slow(world: World, folder):
+    _, saver = begun(world, folder, deadline_s=4)
+    real, end = PieceWriter.write, time.monotonic() + 6
+
+    def slow(self, data):
+        if world.rank == 1 and time.monotonic() < end:
+            time.sleep(0.5)
+        real(self, data)
+
+    PieceWriter.write = slow
+    try:
+        saver.save(1, {})
+    finally:
+        PieceWriter.write = real
+
+
+def one_hangs(world: World, folder):
+    _, saver = begun(world, folder, deadline_s=1)
+    if world.rank == 1:
+        Attempt.report, report = lambda self, *written: time.sleep(3), Attempt.report
+    try:
+        saver.save(1, {})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        if world.rank == 1:
+            Attempt.report = report
+
+
+def test_a_rank_may_write_for_longer_than_the_deadline_but_not_hang(ranks, memory):
+    ranks(2, one_is_slow, memory)
+    assert [path.name for path in memory.iterdir()] == ["step-1"]
+    shutil.rmtree(memory / "step-1")
+    for message in ranks(2, one_hangs, memory):
+        assert "ranks [1] did not finish, and no rank wrote anything for 1 s (parallel.t" in message
+    assert not list(memory.iterdir())
+
+
 def folder_is_taken_away(world: World, folder, late: bool):
     _, saver = begun(world, folder, deadline_s=3)
     saver.save(1, {})

@@ -298,6 +298,8 @@ def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
             "'a/b': the name appears in file names and options, so it must start with a letter",
         ),
         ("sparse: [[C1]]\n", "sparse must list column names, but contains ['C1']"),
+        ("columns: [label, on]\nsparse: [C1]\n", "columns contains the boolean True, because YAML"),
+        ("sparse: {off: string}\n", "sparse contains the boolean False, because YAML"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
     ],
 )

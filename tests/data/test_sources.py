@@ -2,10 +2,12 @@
 text.
 """
 
+import ast
 import bz2
 import gzip
 import importlib.util
 import lzma
+from pathlib import Path
 
 import fsspec
 import polars as pl
@@ -20,6 +22,8 @@ from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.quick import diagonal
 
+ROOT = Path(__file__).parents[2]
+READERS = {f"pl.{verb}_{kind}" for verb in ("scan", "read") for kind in ("ipc", "parquet")}
 ROWS = text_rows(600, seed=11)
 TEXT = b"".join("\t".join(row).encode() + b"\n" for row in ROWS)
 COMPRESS = {
@@ -117,6 +121,31 @@ def test_tables_give_the_set_of_the_text(tmp_path, plain, suffix, compression):
         frame.write_ipc(path, compression=compression)
     run_prepare(tmp_path / "set", path)
     assert same_words(tmp_path / "set", plain)
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
+def test_glob_characters_in_paths_have_no_special_meaning(tmp_path, plain, suffix):
+    frame, output = as_frame(), tmp_path / "[v2]" / "set*"
+    for name, rows in (("part[12]", frame), ("part1", frame[:9]), ("part2", frame[9:20])):
+        path = tmp_path / f"{name}{suffix}"
+        rows.write_parquet(path) if suffix == ".parquet" else rows.write_ipc(path)
+    run_prepare(output, tmp_path / f"part[12]{suffix}")
+    assert same_words(output, plain)
+
+
+def test_no_table_is_read_by_a_pattern():
+    """Without ``glob=False``, Polars expands [, ], *, and ? in paths; ``read_ipc`` always does."""
+    calls = [
+        (path, node)
+        for folder in ("sbpflow", "data")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in READERS
+    ]
+    assert len(calls) >= 5
+    for path, call in calls:
+        words = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        assert words.get("glob") == "False", f"{path}:{call.lineno}"
 
 
 def test_a_damaged_arrow_file_gives_a_message(tmp_path):

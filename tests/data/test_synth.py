@@ -15,6 +15,7 @@ from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.workspace import only_run
 from sbpflow.data.read.fields import fields_of
 from sbpflow.data.stats import load_stats
 from sbpflow.data.synth.bayes import BayesTally
@@ -464,3 +465,12 @@ def test_fields_have_the_id_statistics_of_the_set(tmp_path):
         distinct = stats[field.name].unique_ratio["1024"] * 1024 * per_sample
         assert frequencies.curve.touched(1024 * per_sample) == pytest.approx(distinct, rel=0.25)
     assert 0 < fields_of(manifest).ids[3].frequencies.per_sample < 5
+
+
+@pytest.mark.parametrize("form", ["prepared", "tsv"])
+def test_a_second_run_with_the_same_output_is_refused(tmp_path, capsys, form):
+    output = tmp_path / "set"
+    with only_run(output):
+        assert main(["synth", "--rows", "10", "--output", str(output), "--format", form]) == 2
+    assert "another run (process" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

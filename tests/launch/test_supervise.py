@@ -1,5 +1,6 @@
 """Tests the restart loop, which restarts failed jobs, forwards signals, and finally gives up."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ def start(folder: Path, job: str, **settings: str) -> subprocess.Popen[str]:
         env={"PATH": "/usr/bin:/bin", "WAIT_S": "0", **settings},
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -59,6 +61,28 @@ def test_sigterm_is_forwarded_and_the_job_may_save(tmp_path):
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert process.returncode == 130
     assert "restarting in" not in stderr
+
+
+def test_ctrl_c_in_a_terminal_is_one_signal_for_the_job(tmp_path):
+    """A terminal sends SIGINT to the whole process group, which includes the loop."""
+    (tmp_path / "job.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "received = []\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda number, frame: received.append(number))\n"
+        "pathlib.Path('ready').touch()\n"
+        "while not received: time.sleep(0.02)\n"
+        "time.sleep(0.5)\n"
+        "print(*(int(number) for number in received), file=sys.stderr)\n"
+        "sys.exit(130)\n"
+    )
+    process = start(tmp_path, f"exec {sys.executable} job.py")
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = outputs_of(process, 30)
+    assert stderr.splitlines() == [str(int(signal.SIGTERM))]
+    assert process.returncode == 130
 
 
 def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):

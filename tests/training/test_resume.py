@@ -285,6 +285,84 @@ def test_another_runs_checkpoints_are_locked_before_they_are_changed(synth_set, 
     lock.close()
 
 
+def test_checkpoint_dir_may_be_the_default_folder(synth_set, tmp_path, monkeypatch):
+    """The folder is moved with the other files of an earlier run, but the new one is locked."""
+    folder, real, steps = tmp_path / "checkpoints", Trainer.step, []
+
+    def step(self, batches):
+        steps.append(self.num_steps)
+        with pytest.raises(ConfigError, match="is in use by another run"):
+            RunLock(folder, rank=0)
+        return real(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    for number in range(2):
+        words = (f"checkpoint.dir={folder}", "train.max_steps=5")
+        assert run(synth_set, tmp_path, *words) == 0
+        assert len(list(tmp_path.glob("previous-*"))) == number
+    assert steps == [0, 1, 2, 3, 4] * 2
+    assert (tmp_path / "previous-1" / "checkpoints" / "step-5").is_dir()
+    assert list_checkpoints(folder)[0].name == "step-5"
+    for place in (tmp_path, folder / "own"):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.dir: .* must not be run\.dir itself"):
+            run(synth_set, tmp_path, f"checkpoint.dir={place}")
+
+
+def test_a_run_from_another_checkpoint_resumes_if_its_command_is_repeated(
+    synth_set, whole, tmp_path, monkeypatch
+):
+    given = tmp_path / "from" / "checkpoints" / "step-12"
+    shutil.copytree(whole / "checkpoints" / "step-12", given)
+    resume = f"checkpoint.resume={tmp_path / 'from'}"
+    assert run(synth_set, tmp_path / "a", resume) == 0
+    folder, often = tmp_path / "b", "checkpoint.every=2"
+    for at, words in ((15, resume), (17, "checkpoint.resume=auto"), (19, resume)):
+        interrupted(synth_set, folder, monkeypatch, at, often, words)
+    assert run(synth_set, folder, often, resume) == 0
+    assert events(folder) == events(tmp_path / "a")
+    assert not list(folder.glob("previous-*"))
+    # Otherwise, the run starts again from the given checkpoint: after its end, with other settings,
+    # and from another checkpoint.
+    interrupted(synth_set, folder, monkeypatch, 17, resume)
+    interrupted(synth_set, folder, monkeypatch, 17, resume, "optimizer.dense.lr=0.5")
+    other = f"checkpoint.resume={whole / 'checkpoints' / 'step-16'}"
+    assert run(synth_set, folder, other, "optimizer.dense.lr=0.5", "train.max_steps=18") == 0
+    assert [e["step"] for e in events(folder) if e["event"] == "step"] == [17, 18]
+    assert len(list(folder.glob("previous-*/checkpoints/step-16"))) == 3
+
+
+def test_never_starts_from_scratch_even_if_the_command_is_repeated(
+    synth_set, tmp_path, monkeypatch
+):
+    for _ in range(2):
+        interrupted(synth_set, tmp_path, monkeypatch, 6, "checkpoint.resume=never")
+    assert (tmp_path / "previous-1" / "checkpoints" / "step-4").is_dir()
+
+
+def test_an_interrupted_replacement_is_restored_before_the_run_starts(
+    synth_set, tmp_path, monkeypatch, capfd
+):
+    interrupted(synth_set, tmp_path, monkeypatch, 6)
+    folder = tmp_path / "checkpoints"
+    for target, resume in ((tmp_path, "auto"), (tmp_path / "b", tmp_path)):
+        for path in list_checkpoints(folder)[:-1]:
+            shutil.rmtree(path)
+        (folder / "step-4").rename(folder / ".replaced-step-4")
+        words = (f"checkpoint.resume={resume}", "train.max_steps=6")
+        assert run(synth_set, target, *words) == 0
+        assert f"resuming after step 4 from {folder}" in capfd.readouterr().err
+    assert not (tmp_path / "previous-1").exists()
+
+
+def test_a_trace_before_the_resumed_step_causes_a_warning(synth_set, tmp_path, monkeypatch, capfd):
+    words = ("train.profile=[1,4]", "train.max_steps=6")
+    interrupted(synth_set, tmp_path, monkeypatch, 5, *words)
+    message = "train.profile has no effect: it ends at step 4, but the run resumes after step 4"
+    assert message not in capfd.readouterr().err
+    assert run(synth_set, tmp_path, *words) == 0
+    assert message in capfd.readouterr().err
+
+
 def last_step(folder):
     (final,) = [
         event

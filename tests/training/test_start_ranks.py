@@ -121,22 +121,34 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     assert text.rstrip().endswith(last)
 
 
-def test_ranks_wait_until_the_files_of_an_earlier_run_have_been_moved(synth_set, tmp_path):
-    """A faster rank would use a folder that rank 0 is about to move."""
+def train_with(module: str, synth_set: Path, folder: Path, *more: str) -> None:
+    """Train one step on two ranks, which run ``module``."""
     words = ["--config", "configs/scheme1.yaml", f"data.path={synth_set}"]
-    words += [f"run.dir={tmp_path / 'run'}", "model.hidden=[8]", "data.batch_size=1000"]
-    words += ["parallel.kernel=torch", "train.max_steps=1"]
+    words += [f"run.dir={folder / 'run'}", "model.hidden=[8]", "data.batch_size=1000"]
+    words += ["parallel.kernel=torch", "train.max_steps=1", *more]
     program = (
         "from sbpflow.runtime.processes.start_ranks import start_ranks\n"
-        f"code = start_ranks({words!r}, 2, '-n', module='tests.training.slow_to_move')\n"
+        f"code = start_ranks({words!r}, 2, '-n', module={module!r})\n"
         "raise SystemExit(code)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ranks_wait_until_the_files_of_an_earlier_run_have_been_moved(synth_set, tmp_path):
+    """A faster rank would use a folder that rank 0 is about to move."""
+    train_with("tests.training.slow_to_move", synth_set, tmp_path)
     assert list(tmp_path.glob("run/checkpoints/step-*"))
     assert not list(tmp_path.glob("run/previous-*")), "a new run has no earlier files"
+
+
+@pytest.mark.slow
+def test_ranks_wait_while_others_download_a_set(synth_set, tmp_path):
+    more = ("parallel.timeout_s=8", "checkpoint.every=1")
+    train_with("tests.training.slow_to_download", synth_set, tmp_path, *more)
+    assert list(tmp_path.glob("run/checkpoints/step-1"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -103,6 +103,16 @@ def test_a_second_signal_ends_the_run_without_a_save(synth_set, tmp_path, monkey
     assert saved(tmp_path) == ["step-4"]
 
 
+def test_sigterm_soon_after_ctrl_c_ends_the_run_without_a_save(
+    synth_set, tmp_path, monkeypatch, watched
+):
+    """For a second Ctrl-C, torch's launcher sends SIGTERM to the ranks."""
+    signal_in_step(monkeypatch, 6, signal.SIGINT, signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run(synth_set, tmp_path)
+    assert saved(tmp_path) == ["step-4"]
+
+
 def test_a_repeated_sigterm_counts_as_the_same_request(synth_set, tmp_path, monkeypatch, watched):
     """Under Slurm, a rank gets SIGTERM twice: from Slurm and from torchrun."""
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)

@@ -19,9 +19,10 @@ from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import Job
+from sbpflow.run.execution.predict import on_rank_0
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.saved.coordinated_stop import CoordinatedStop
-from sbpflow.run.saved.resume import Read, Resumed, relevant_facts
+from sbpflow.run.saved.resume import Read, Resumed, given_folder, relevant_facts
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
@@ -71,14 +72,16 @@ class Checkpoints:
             )
         folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
         check_shared(folder, job.boxing)
-        facts = relevant_facts(config, data)
+        facts = relevant_facts(config, data, decision.start)
         self._facts = RunFacts(run=decision.run, facts=facts, status="training")
-        if not isinstance(config.checkpoint.dir, Path):  # else ``lock_given_folder`` has locked it
-            self._lock = run_on_all_ranks(job.boxing, lambda: _lock(folder, self._world.rank))
-        if self._world.rank == 0:
+        self._lock = run_on_all_ranks(job.boxing, lambda: _lock(config, folder, self._world.rank))
+
+        def prepare() -> None:
             tidy(folder)
             keep_set(folder)
             write_run(folder, self._facts)
+
+        on_rank_0(job.boxing, prepare)  # ``keep_set`` may download or upload vocabularies
         self._saver = Saver(
             folder,
             job.boxing,
@@ -142,8 +145,8 @@ class Checkpoints:
         path, given = step_folder(self._saver.folder, self._last_saved), self._config.checkpoint
         how = (
             "the same command resumes"
-            if given.resume == "auto"
-            else f"with checkpoint.resume=auto (now {given.resume}), the same command resumes"
+            if given.resume != "never"
+            else "with checkpoint.resume=auto (now never), the same command resumes"
         )
         self._stop.leave(f"step {self._last_saved} is saved in {path}; {how} the run from it")
 
@@ -207,17 +210,19 @@ def _continued(folder: AnyPath, resumed: Resumed) -> Previous | None:
 
 
 def lock_given_folder(config: Config, boxing: Boxing) -> RunLock | None:
-    """Lock ``checkpoint.dir`` if it is a local folder, before files of an earlier run are read or
-    moved. Raises ConfigError on every rank if another run has locked it.
+    """Lock ``checkpoint.dir`` if it is a local folder other than the default, before files of an
+    earlier run are read or moved. Raises ConfigError on every rank if another run has locked it.
 
     ``lock_run_folder`` protects the default folder until the files in ``run.dir`` are moved.
     """
-    folder = config.checkpoint.dir
-    if not isinstance(folder, Path):
+    if not isinstance(config.checkpoint.dir, Path):
         return None
     rank = boxing.world.rank
 
     def lock() -> RunLock | None:
+        folder = given_folder(config)
+        if not isinstance(folder, Path):
+            return None
         if config.checkpoint.every:
             return RunLock(_writable(folder), rank=rank, key="checkpoint.dir")
         exists = rank == 0 and folder.is_dir()
@@ -234,9 +239,13 @@ def _writable(folder: Path) -> Path:
     return writable_folder("checkpoint.dir", folder, "checkpoint.dir=runs/train/checkpoints")
 
 
-def _lock(folder: AnyPath, rank: int) -> RunLock | Claim | None:
-    """On rank 0, lock a local folder, or claim a folder in an object store."""
+def _lock(config: Config, folder: AnyPath, rank: int) -> RunLock | Claim | None:
+    """On rank 0, lock the default folder, or claim a folder in an object store.
+    ``lock_given_folder`` has already locked any other local folder.
+    """
     if not isinstance(folder, RemotePath):
+        if given_folder(config) is not None:
+            return None
         return RunLock(folder, rank=rank, key="checkpoint.dir")
     try:
         return Claim(folder) if rank == 0 else None

@@ -1,17 +1,22 @@
 """Decides whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
 
 An unfinished run resumes if every key that affects results has the same value. If values differ,
-the command fails and lists the differences. Checkpoints of a finished run are moved aside.
+the command fails and lists the differences. A run that started from another run's checkpoint
+(``checkpoint.resume: PATH``) also resumes if the same command is repeated. Checkpoints of a
+finished run are moved aside.
 """
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.commands import checkpoint_folder
 from sbpflow.checkpoint.folder import (
     DATA_FOLDER,
     checked,
@@ -21,20 +26,24 @@ from sbpflow.checkpoint.folder import (
     step_of,
     tidy,
 )
+from sbpflow.checkpoint.format import digest_of
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
-from sbpflow.checkpoint.run_file import RUN_FILE, read_run
+from sbpflow.checkpoint.run_file import RUN_FILE, RunFacts, read_run
 from sbpflow.config.load import config_facts
 from sbpflow.config.renamed import current_key
 from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.saved.saved_documents import check_loop, check_start, saved_set
+from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
-from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, set_aside
+from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE, set_aside
 
 logger = logging.getLogger(__name__)
 
-_SET = "the set in data.path"  # a key of run.json
+# Keys of run.json in addition to those of the configuration. The second one, the digest of the
+# checkpoint from which the run started, is missing if the run started from scratch.
+_SET, _START = "the set in data.path", "the checkpoint in checkpoint.resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +78,15 @@ class Decision:
     run.
 
     ``run`` is the run's ID. If ``resumes``, ``run`` is the ID of the saved run, and new output is
-    appended to its files. Otherwise the run is new, but may start from another run's checkpoint.
+    appended to its files. Otherwise the run is new, but may start from another run's checkpoint,
+    whose digest is ``start``.
     """
 
     folder: AnyPath
     run: str
     newest: AnyPath | None = None
     resumes: bool = False
+    start: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +138,36 @@ def checkpoint_dir(config: Config) -> AnyPath:
     return config.checkpoint.dir or config.run.dir / CHECKPOINTS_FOLDER
 
 
-def relevant_facts(config: Config, data: DataFacts) -> dict[str, str]:
-    """Return the keys and values that affect results, including the set's identity."""
+def given_folder(config: Config) -> AnyPath | None:
+    """Return ``checkpoint.dir``, or None if it is not given or is the default folder, which belongs
+    to ``run.dir`` and is moved with the other files of an earlier run.
+
+    Raises ConfigError for a folder that a new run would move aside together with its lock.
+    """
+    folder, run_dir = config.checkpoint.dir, config.run.dir.resolve()
+    if not isinstance(folder, Path):
+        return folder
+    default = run_dir / CHECKPOINTS_FOLDER
+    # Either of the two folders may be a symbolic link.
+    places = (folder.resolve(), folder.parent.resolve() / folder.name)
+    if default in places:
+        return None
+    if run_dir in places or any(default in place.parents for place in places):
+        raise ConfigError(
+            f"checkpoint.dir: {folder} must not be run.dir itself or a folder inside "
+            f"{CHECKPOINTS_FOLDER}/ in run.dir; omit checkpoint.dir, or use, for example, "
+            f"checkpoint.dir={config.run.dir / CHECKPOINTS_FOLDER}"
+        )
+    return folder
+
+
+def relevant_facts(config: Config, data: DataFacts, start: str = "") -> dict[str, str]:
+    """Return the keys and values that affect results, including the set's identity and ``start``,
+    the digest of the checkpoint from which the run started, if any.
+    """
     scores_matter = config.train.stop is not None or config.train.plateau is not None
     facts = config_facts(config, ("results", "scores") if scores_matter else ("results",))
-    return {**facts, _SET: data.content_id[:16]}
+    return {**facts, _SET: data.content_id[:16], **({_START: start} if start else {})}
 
 
 def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
@@ -153,30 +189,25 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
 
     decision = run_on_all_ranks(boxing, decide_on_rank_0)
     newest = "" if decision.newest is None else str(decision.newest)
-    facts = {"run": decision.run, "newest": newest, "resumes": "yes" if decision.resumes else ""}
+    facts = {"run": decision.run, "newest": newest, "start": decision.start}
+    facts["resumes"] = "yes" if decision.resumes else ""
     facts = gather_facts(boxing, facts)[0]
     return Decision(
         folder=folder,
         run=facts["run"],
         newest=any_path(facts["newest"]) if facts["newest"] else None,
         resumes=bool(facts["resumes"]),
+        start=facts["start"],
     )
 
 
 def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
+    if isinstance(folder, Path) and folder.is_dir():
+        tidy(folder)  # may restore a checkpoint whose replacement was interrupted
     resume = config.checkpoint.resume
     new_run = Decision(folder=folder, run=uuid.uuid4().hex[:12])
     if resume not in ("auto", "never"):
-        newest = _checkpoint_at(any_path(resume))
-        if newest.parent.resolve() == folder.resolve():
-            raise ConfigError(
-                f"checkpoint.resume: {resume} is in checkpoint.dir ({folder}), whose checkpoints "
-                "a new run would move aside; use checkpoint.resume=auto to continue the earlier "
-                "run, or another run.dir (or checkpoint.dir) to start a new run from this "
-                "checkpoint"
-            )
-        _move_aside(config)
-        return replace(new_run, newest=newest)
+        return _decide_from(_checkpoint_at(any_path(resume)), config, data, new_run)
     saved = read_run(folder) if resume == "auto" else None
     if not config.checkpoint.every:
         if saved is not None and saved.status != "finished" and list_checkpoints(folder):
@@ -202,8 +233,34 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
             "checkpoint.resume=never to move the checkpoints aside and start from scratch, or "
             "another run.dir (or checkpoint.dir)"
         )
-    tidy(folder)
-    return Decision(folder=folder, run=saved.run, newest=newest.path, resumes=True)
+    return _continued(folder, saved, newest)
+
+
+def _continued(folder: AnyPath, saved: RunFacts, newest: Checkpoint) -> Decision:
+    """Return the decision to continue the saved run from its newest checkpoint."""
+    start = saved.facts.get(_START, "")
+    return Decision(folder=folder, run=saved.run, newest=newest.path, resumes=True, start=start)
+
+
+def _decide_from(given: Checkpoint, config: Config, data: DataFacts, new_run: Decision) -> Decision:
+    """Start a new run from the checkpoint ``given``, or continue the unfinished run that an earlier
+    start of the same command has left in ``checkpoint.dir``.
+    """
+    folder, start = new_run.folder, digest_of(given.index)
+    if given.path.parent.resolve() == folder.resolve():
+        raise ConfigError(
+            f"checkpoint.resume: {given.path} is in checkpoint.dir ({folder}), whose checkpoints "
+            "a new run would move aside; use checkpoint.resume=auto to continue the earlier "
+            "run, or another run.dir (or checkpoint.dir) to start a new run from this "
+            "checkpoint"
+        )
+    saved = read_run(folder) if config.checkpoint.every else None
+    if saved is not None and saved.status == "training" and saved.facts.get(_START) == start:
+        newest = next(good_checkpoints(folder, run=saved.run), None)
+        if newest is not None and not _differences(saved.facts, config, data):
+            return _continued(folder, saved, newest)
+    _move_aside(config)
+    return replace(new_run, newest=given.path, start=start)
 
 
 def _check_no_checkpoints(folder: AnyPath) -> None:
@@ -218,26 +275,38 @@ def _check_no_checkpoints(folder: AnyPath) -> None:
         )
 
 
-def _checkpoint_at(path: AnyPath) -> AnyPath:
-    """Return the checkpoint at ``path``, or the newest good one in the folder ``path``."""
-    if not list_checkpoints(path):
-        return checked(path).path
-    for checkpoint in good_checkpoints(path):
-        return checkpoint.path
+def _checkpoint_at(path: AnyPath) -> Checkpoint:
+    """Return the checkpoint at ``path``, or the newest good one in the folder ``path``, which may
+    be a run folder.
+    """
+    folder = checkpoint_folder(path)
+    if isinstance(folder, Path) and any(folder.glob(".replaced-step-*")):
+        # Restore a checkpoint whose replacement was interrupted, unless a run is using the folder
+        # or the folder is read-only.
+        with contextlib.suppress(HeldError, OSError), hold(folder / LOCK_FILE):
+            tidy(folder)
+    if not list_checkpoints(folder):
+        return checked(path)
+    for checkpoint in good_checkpoints(folder):
+        return checkpoint
     raise CheckpointError(f"{path} contains no usable checkpoint (see the warnings above)")
 
 
-def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: AnyPath) -> None:
+def _differences(saved: Mapping[str, str], config: Config, data: DataFacts) -> list[str]:
+    """Return the settings that affect results and differ from those of the saved run."""
     current = relevant_facts(config, data)
-    saved = {current_key(key): value for key, value in saved.items()}
+    saved = {current_key(key): value for key, value in saved.items() if key != _START}
     if saved.get(_SET) == data.fingerprint[:16]:  # earlier versions saved the set's fingerprint
         saved = {**saved, _SET: current[_SET]}
-    differences = [
+    return [
         f"{key} was {saved.get(key, 'not given')} and is now {current.get(key, 'not given')}"
         for key in sorted(saved.keys() | current.keys())
         if saved.get(key) != current.get(key)
     ]
-    if differences:
+
+
+def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: AnyPath) -> None:
+    if differences := _differences(saved, config, data):
         raise ConfigError(
             f"checkpoint.resume: the unfinished run in {folder} has different settings: "
             f"{'; '.join(differences)}. Restore these values to resume the run; or, to start from "
@@ -258,10 +327,7 @@ def _move_aside(config: Config) -> None:
                 ", or remove these checkpoints"
             )
         return
-    if not folder.is_dir():
-        return
-    tidy(folder)
-    if config.checkpoint.dir is None:
+    if not folder.is_dir() or given_folder(config) is None:
         return
     names = [path.name for path in list_checkpoints(folder)]
     aside = set_aside(folder, [*names, RUN_FILE, DATA_FOLDER])

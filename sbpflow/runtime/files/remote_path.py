@@ -213,8 +213,10 @@ class RemotePath:
         self._call("written", lambda system, path: system.pipe_file(path, data))
         self.facts = None
 
-    def upload(self, file: int) -> None:
-        """Upload the content of an open local file, in parts if it is large."""
+    def upload(self, file: int, wrote: Callable[[], None] = lambda: None) -> None:
+        """Upload the content of an open local file, in parts if it is large; call ``wrote`` after
+        each part.
+        """
 
         def write(system: Any, path: str) -> None:  # noqa: ANN401
             at, out = 0, system.open(path, "wb")
@@ -222,6 +224,7 @@ class RemotePath:
                 while data := os.pread(file, _BUFFER_BYTES, at):
                     out.write(data)
                     at += len(data)
+                    wrote()
             except BaseException:
                 # Discard the partial upload, because closing the file, as garbage collection would
                 # do, completes the upload.

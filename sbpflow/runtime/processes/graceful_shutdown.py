@@ -18,7 +18,8 @@ from types import FrameType
 # and torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 # Slurm sends SIGTERM to every process of a job step, and torchrun forwards the signal that it gets.
-# Therefore, a SIGTERM this soon after the first signal counts as the same request.
+# Therefore, a second SIGTERM this soon after the first counts as the same request. After Ctrl-C,
+# SIGTERM can mean a second Ctrl-C, for which torch's launcher sends SIGTERM to the ranks.
 REPEAT_S = 5.0
 
 
@@ -64,7 +65,7 @@ class GracefulShutdown:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if not self.signum:
             self.signum, self._first_s = number, time.monotonic()
-        elif not _repeats(number, self._first_s):
+        elif not _repeats(number, self.signum, self._first_s):
             self.leave()
 
     def _watch(self, reader: int) -> None:
@@ -77,20 +78,20 @@ class GracefulShutdown:
         received = os.read(reader, 1)
         while received[0] not in ours:
             received = os.read(reader, 1)
-        first_s = time.monotonic()
+        first, first_s = received[0], time.monotonic()
         while (left_s := first_s + self._grace_s - time.monotonic()) > 0:
             if not select.select([reader], [], [], left_s)[0]:
                 break
             received = os.read(reader, 1)
-            if received[0] in ours and not _repeats(received[0], first_s):
+            if received[0] in ours and not _repeats(received[0], first, first_s):
                 break
         if self._pass_on >= 0:
             os.write(self._pass_on, received)
 
 
-def _repeats(number: int, first_s: float) -> bool:
-    """Return whether a signal repeats the one received at time ``first_s``."""
-    return number == signal.SIGTERM and time.monotonic() - first_s < REPEAT_S
+def _repeats(number: int, first: int, first_s: float) -> bool:
+    """Return whether a signal repeats the signal ``first``, received at time ``first_s``."""
+    return number == first == signal.SIGTERM and time.monotonic() - first_s < REPEAT_S
 
 
 class GracefulInterrupt:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.processes.launch import EXIT_INTERRUPT
 
-EXIT_INTERRUPT = 130
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
