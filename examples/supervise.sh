@@ -2,8 +2,8 @@
 # Restart a job until it succeeds: supervise.sh torchrun ... train_wdl.py --config ...
 #
 # torchrun fails if the rendezvous host is lost, or if a link is down for longer than the timeouts. Run
-# this script on every machine; the job then resumes from the last checkpoint. On Ctrl-C or SIGTERM, the
-# script sends SIGTERM to the job, and ends with the job. Environment variables:
+# this script on every machine; the job then resumes from the last checkpoint. On Ctrl-C, SIGTERM,
+# SIGHUP, or SIGQUIT, the script sends SIGTERM to the job, and ends with the job. Environment variables:
 #   RESTARTS=20  give up after this many restarts in a row without a run of SHORT_S seconds
 #   SHORT_S=60   a run of at least this many seconds resets the count of restarts
 #   WAIT_S=5     seconds between an exit and the next start
@@ -17,7 +17,7 @@ stop() {
     stopped=yes
     [ -n "$child" ] && kill -TERM "$child" 2>/dev/null
 }
-trap stop HUP INT TERM
+trap stop HUP INT QUIT TERM
 
 pause() { # unlike a plain sleep, returns at once on a signal
     sleep "$1" &
@@ -55,10 +55,11 @@ watch() { # returns when the job has ended
 
 while :; do
     begun=$(date +%s)
-    # In its own session, the job does not also get the Ctrl-C of a terminal, which would count as a first
-    # signal, and SIGTERM as a second one.
+    # In its own session, the job does not get the terminal's SIGINT. Otherwise, SIGINT would be its first
+    # signal and our SIGTERM its second, which ends it without a save.
     $(command -v setsid) "$@" &
     child=$!
+    [ -n "$stopped" ] && kill -TERM "$child" 2>/dev/null
     watch
     wait "$child"
     code=$?

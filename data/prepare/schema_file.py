@@ -122,8 +122,8 @@ class _Reader:
         if flags := [entry for entry in values if isinstance(entry, bool)]:
             raise ConfigError(
                 f"{self.key}: {key} contains the boolean {flags[0]}, because YAML reads yes, no, "
-                "on, off, true, and false as booleans; put column names like these in quotes: "
-                f'{key}: ["on"]'
+                "on, off, true, and false as booleans; put column names like these in quotes "
+                '(for example, "on")'
             )
         if nested := [entry for entry in values if not isinstance(entry, str | int)]:
             raise ConfigError(

@@ -8,6 +8,7 @@ module calls no collectives, so any thread may save.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +29,13 @@ from sbpflow.checkpoint.format import (
     piece_to_json,
 )
 from sbpflow.checkpoint.write import named
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, PeerLostError
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.store import TimedStore
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # short at first: small checkpoints take milliseconds
-# Every second, a rank that writes increases this counter in the store, and waiting ranks read it.
+# A rank that writes increases this counter in the store at most once per second; waiting ranks read
+# it.
 _PROGRESS, _PROGRESS_S = "progress", 1.0
 
 
@@ -117,7 +119,8 @@ class Attempt:
             nonlocal next_s
             if (now := time.monotonic()) >= next_s:
                 next_s = now + _PROGRESS_S
-                self.store.add(_PROGRESS, 1)
+                with suppress(PeerLostError):  # ``report`` raises it again
+                    self.store.add(_PROGRESS, 1)
 
         return wrote
 

@@ -35,7 +35,7 @@ _NICENESS = 10
 class Saver:
     """Saves a job's ``state`` into the existing ``folder``; every rank creates a Saver.
 
-    ``run`` is the ID of the run. A save fails if some ranks have not finished, but no rank
+    ``run`` is the ID of the run. A save fails if some ranks have not finished, and no rank
     has written for ``deadline_s``. ``stores`` returns the stores of the tables in ``state``.
 
     Up to ``num_deltas`` checkpoints after each full one contain only the changed rows of tables.
@@ -63,6 +63,8 @@ class Saver:
         self._deadline_s = deadline_s
         self._nonce = gather_texts(boxing, uuid.uuid4().hex[:8])[0]
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
+        # A save takes long, and must survive interruptions of the network.
+        self._store.answer_s = max(deadline_s, self._store.answer_s)
         self._stores = stores
         self._under_way: Future[None] | None = None
         self._hurry: Callable[[], None] | None = None

@@ -216,7 +216,7 @@ def test_copied_rows_equal_torch_with_either_copy(monkeypatch, width, loop):
 
 
 @pytest.mark.parametrize("loop", [True, False])
-@pytest.mark.parametrize("width", [0, 1, 16, 37])
+@pytest.mark.parametrize("width", [0, 1, 13, 16])
 def test_pooled_rows_equal_torch_with_either_method(monkeypatch, width, loop):
     pytest.importorskip("numba")
     from sbpflow.embedding.storage import numba_storage
@@ -227,17 +227,17 @@ def test_pooled_rows_equal_torch_with_either_method(monkeypatch, width, loop):
     )
     offsets = torch.tensor([0, 3, 3, 4, 99])
     for dtype in (torch.float32, torch.float64):
-        block = torch.randn(50, width).to(dtype)
+        block = torch.randn(50, width, dtype=dtype)
         for index in (torch.int32, torch.int64):
             at = torch.randint(0, 50, (99,), dtype=index)
-            for weights in (None, torch.randn(99).to(dtype)):
+            for weights in (None, torch.randn(99, dtype=dtype)):
                 lookup = numba_storage.CompiledLookup(
                     at, offsets, weights, indexer=numba_storage.Indexer(50)
                 )
                 found = lookup.pool(block)
                 assert torch.equal(found, Lookup(at, offsets, weights).pool(block))
                 assert not found[1].any()
-    assert len(chosen) == 8
+    assert len(chosen) == 6  # products of float64 are always summed by torch
 
 
 def test_measurements_choose_a_method():

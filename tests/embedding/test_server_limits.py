@@ -83,7 +83,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_ends_the_earlier_run():
         old = RemoteRecords(servers, 0, 10, records_like(1))
         old.write(np.arange(10), np.ones((10, 1), np.int64))
         new = replace(servers, session=bytes(15) + b"1")
-        with pytest.raises(ConfigError, match=r"limit is 0\.00 GB; use more servers"):
+        with pytest.raises(ConfigError, match=r"limit is 0\.00 GB; use servers on"):
             new.begin([(125, 8), (126, 8)])
         old.read(np.arange(10), np.empty((10, 1), np.int64))
     match = r"t\.kind: a row .* 65,544 bytes on this rank, but servers store at most 65,536"

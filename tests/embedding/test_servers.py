@@ -260,7 +260,7 @@ def test_sizes_are_checked_before_rows_are_allocated():
     with running(1, memory=1000) as servers:
         servers.begin()
         RemoteRecords(servers, 0, 100, records_like(1))
-        with pytest.raises(ConfigError, match=r"limit is 0\.00 GB; use more servers"):
+        with pytest.raises(ConfigError, match=r"limit is 0\.00 GB; use servers on"):
             RemoteRecords(servers, 1, 100, records_like(1))
         with pytest.raises(ServerLostError, match="store 0 of rank 0 already exists"):
             RemoteRecords(servers, 0, 50, records_like(1))
@@ -385,7 +385,7 @@ def test_a_rank_that_hangs_keeps_neither_rows_nor_connections(monkeypatch):
 def test_a_server_at_two_addresses_is_refused():
     with running(1) as servers:
         twice = replace(servers, addresses=servers.addresses * 2)
-        match = r"t\.addresses: embedding server 1 of 2 .* also server 0, .*list each server once"
+        match = r"t: embedding server 1 of 2 .* also server 0, .*list each server once"
         with pytest.raises(ConfigError, match=match):
             twice.begin()
     with running(2) as servers:

@@ -89,11 +89,15 @@ class Servers:
         return len(range(index, num_rows, len(self.addresses)))
 
     def connect(
-        self, index: int, purpose: int, *, end: float | None = None, **sizes: int
+        self,
+        index: int,
+        purpose: int,
+        *,
+        end: float | None = None,
+        **sizes: int,  # fields of ``Purpose``
     ) -> socket.socket:
-        """Connect to a server; wait until the monotonic time ``end``, by default for ``limit_s``,
-        for it to listen and to accept the ``purpose`` with these ``sizes``, which are fields of
-        ``Purpose``.
+        """Connect to a server. Wait for its answer until the monotonic time ``end``, by default for
+        ``limit_s``.
 
         Raise ConfigError for an unknown host, for a wrong secret or version, and if the server
         cannot serve this configuration, and ServerLostError for any other failure.
@@ -173,7 +177,7 @@ class Servers:
         if reply in (REFUSED, INVALID):
             text = f"{self.name(index)} refused: {receive_reason(sock, count)}"
             if reply == INVALID:
-                raise ConfigError(f"{self.key}.addresses: {text}")
+                raise ConfigError(f"{self.key}: {text}")
             raise ServerLostError(text)
         if (reply, count) != (OK, expected):
             raise ProtocolError(f"reply {reply} for {count} rows")
@@ -248,7 +252,7 @@ class _Writes:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._writes: deque[_Write] = deque()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     def add(self, write: _Write) -> None:
         """Add a write; first wait while too many writes are unconfirmed."""
@@ -272,7 +276,7 @@ class _Writes:
             self._check()
             return tuple(reversed(self._writes))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """Make all later calls raise ``error``."""
         with self._changed:
             self._failure = self._failure or error
@@ -372,8 +376,9 @@ class RemoteRecords:
             try:
                 self._read(rows, out)
             except BaseException as error:
-                # Replies that were not received would be taken for those of the next read.
-                self._writes.fail(error)
+                # Replies that were not received would be taken for those of the next read. The
+                # traceback of ``error`` refers to this object, so do not keep it.
+                self._writes.fail(ServerLostError(f"an earlier read failed: {first_line(error)}"))
                 raise
 
     def _read(self, rows: Array, out: Array) -> None:

@@ -43,7 +43,7 @@ from sbpflow.embedding.cache.server_protocol import (
 logger = logging.getLogger(__name__)
 
 GREET_S = 10.0  # time limit for a handshake
-MAX_CONNECTIONS = 2048  # of a session
+MAX_CONNECTIONS = 2048  # per session
 # pause before accepting connections again when this process has too many open files
 _NO_FILES_S = 0.5
 # Keepalive settings: an idle connection to a machine that has disappeared ends after about a
@@ -82,7 +82,7 @@ class _Session:
         self.sockets: set[socket.socket] = set()
 
     def end(self) -> None:
-        """Free the rows, and make all connections end."""
+        """Free the rows, and close all connections."""
         self.blocks.clear()
         for sock in self.sockets:
             with contextlib.suppress(OSError):  # the connection has already ended
@@ -101,7 +101,7 @@ class EmbeddingServer:
         self._lock = threading.Lock()  # Guards the sessions and their blocks.
         self._sessions: dict[bytes, _Session] = {}  # At most one, the current session.
         self._ended: set[bytes] = set()
-        # Half of the slots are for handshakes, and for connections that end.
+        # Half of the slots are for handshakes, and for connections that are closing.
         self._slots = threading.BoundedSemaphore(2 * MAX_CONNECTIONS)
 
     def serve(self, listener: socket.socket) -> None:
@@ -191,8 +191,8 @@ class EmbeddingServer:
         return _Refusal(
             INVALID,
             f"the rows need {num_bytes / 1e9:.2f} GB, but this server's limit is "
-            f"{self._memory_bytes / 1e9:.2f} GB; use more servers, a larger --memory-gb, or "
-            "kind: file",
+            f"{self._memory_bytes / 1e9:.2f} GB; use servers on more machines, a larger "
+            "--memory-gb, or kind: file",
         )
 
     def _open(self, purpose: Purpose, sock: socket.socket) -> _Refusal | None:
@@ -281,7 +281,9 @@ class EmbeddingServer:
 def _refuse(sock: socket.socket, refusal: _Refusal) -> None:
     """Send the reason for a refusal, and wait until the peer closes the connection.
 
-    Closing a socket that has unread requests would discard the reason before the peer reads it.
+    Closing a socket that has unread requests would discard the reason before the peer reads it. If
+    this session has ended, the input is already closed; the peer then reads the reason even if it
+    cannot send anymore (``_read_reason_later``).
     """
     end = time.monotonic() + GREET_S
     sock.settimeout(GREET_S)

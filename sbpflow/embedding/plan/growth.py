@@ -16,7 +16,7 @@ NUM_BUCKETS = 2**14
 # with fewer rows per bucket, some buckets fill up long before the table does
 MIN_ROWS = 4 * NUM_BUCKETS
 MAX_COUNT = 2**30  # Occurrences are counted up to this number.
-# The map of these keys may have to grow to 1.6 times as many slots, and must have fewer than 2^31.
+# A key map may need 1.6 slots per key, and must have fewer than 2^31 slots.
 MAX_ROWS_OF_PART = 2**30
 Policy = Literal["lru", "lfu"]
 AdmitCount = Annotated[int, Range(low=1, high=MAX_COUNT)]

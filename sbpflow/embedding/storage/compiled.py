@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, Node, compiled, prefetch
 from sbpflow.runtime.compute.row_vectors import (
     add_row,
+    add_scaled_row,
     add_scaled_to_rows,
     add_to_rows,
     copy_row,
@@ -27,6 +28,9 @@ from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
+# Operations on lists of rows pay off only for rows that fit in the registers at once, and only for
+# lists of at least this many rows.
+MOST_COLUMNS, LEAST_LIST = 16, 3
 
 
 @intrinsic
@@ -164,13 +168,21 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
     there are no weights.
     """
     sums[:] = 0
+    one, is_narrow = sums.dtype.type(1), sums.shape[1] <= MOST_COLUMNS
     for b in range(ends.size - 1):
         first, end = ends[b], ends[b + 1]
         _prefetch_later(sums, inverse, first, end)
-        if weights.size:
-            add_scaled_to_rows(grads, b, sums, inverse, first, end, weights)
+        if is_narrow and end - first >= LEAST_LIST:
+            if weights.size:
+                add_scaled_to_rows(grads, b, sums, inverse, first, end, weights)
+            else:
+                add_to_rows(grads, b, sums, inverse, first, end)
         else:
-            add_to_rows(grads, b, sums, inverse, first, end)
+            for i in range(first, end):
+                if weights.size:
+                    add_scaled_row(sums, np.intp(inverse[i]), grads, b, weights[i], one)
+                else:
+                    add_row(sums, np.intp(inverse[i]), grads, b)
 
 
 @compiled

@@ -371,11 +371,11 @@ class Vocabulary:
         """
         if slots > km.MAX_SLOTS:
             totals, forget = self.totals, self._forget
-            use = "a smaller value" if forget else "a number of samples"
+            use = "use a smaller number" if forget else "set it to a number of samples"
             raise ConfigError(
                 f"forget_after_samples is {forget or 'not set'}: {totals.pending} keys without "
                 f"rows and {totals.live} keys with rows need a map of {slots} slots on one rank, "
-                f"but a map has at most {km.MAX_SLOTS}; use {use}, or more ranks"
+                f"but a map has at most {km.MAX_SLOTS}; {use}, or use more ranks"
             )
         first, last = self.buckets
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))

@@ -153,11 +153,12 @@ def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) 
     attempt = in_background(work, "work")
     while True:
         wait([attempt], ask_s)
-        report = {"state": "done" if attempt.done() else "busy", "error": ""}
-        if attempt.done() and isinstance(attempt.exception(), MESSAGE_ERRORS):
+        is_done = attempt.done()
+        report = {"state": "done" if is_done else "busy", "error": ""}
+        if is_done and isinstance(attempt.exception(), MESSAGE_ERRORS):
             report["error"] = str(attempt.exception())
         reports = gather_facts(boxing, report)
-        if attempt.done() and attempt.exception() is not None:
+        if is_done and attempt.exception() is not None:
             return attempt.result()  # raises the error of ``work``
         if errors := [each["error"] for each in reports if each["error"]]:
             raise ConfigError(errors[0])

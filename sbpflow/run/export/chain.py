@@ -145,7 +145,11 @@ def export_next(
     new, old = folder / ".new", folder / ".old"
     for path in (new, old):  # of an interrupted export
         shutil.rmtree(path, ignore_errors=True)
-    write_base(checkpoint, new)
+    try:
+        write_base(checkpoint, new)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     if target.exists():
         target.rename(old)
     new.rename(target)

@@ -6,10 +6,10 @@ the command fails and lists the differences. A run that started from another run
 finished run are moved aside.
 """
 
-import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,12 +37,12 @@ from sbpflow.run.execution.job import Job
 from sbpflow.run.saved.saved_documents import check_loop, check_start, saved_set
 from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
-from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE, set_aside
+from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE, RunLock, set_aside
 
 logger = logging.getLogger(__name__)
 
-# Keys of run.json in addition to those of the configuration. The second one, the digest of the
-# checkpoint from which the run started, is missing if the run started from scratch.
+# Keys of run.json in addition to those of the configuration. ``_START``, the digest of the
+# checkpoint from which the run started, is absent if the run started from scratch.
 _SET, _START = "the set in data.path", "the checkpoint in checkpoint.resume"
 
 
@@ -134,8 +134,10 @@ class Resumed:
 
 
 def checkpoint_dir(config: Config) -> AnyPath:
-    """Return the folder of a run's checkpoints without creating it."""
-    return config.checkpoint.dir or config.run.dir / CHECKPOINTS_FOLDER
+    """Return the folder of a run's checkpoints without creating it. Raises ConfigError as
+    ``given_folder`` does.
+    """
+    return given_folder(config) or config.run.dir / CHECKPOINTS_FOLDER
 
 
 def given_folder(config: Config) -> AnyPath | None:
@@ -202,8 +204,7 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
 
 
 def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
-    if isinstance(folder, Path) and folder.is_dir():
-        tidy(folder)  # may restore a checkpoint whose replacement was interrupted
+    _restore_replaced(config, folder)
     resume = config.checkpoint.resume
     new_run = Decision(folder=folder, run=uuid.uuid4().hex[:12])
     if resume not in ("auto", "never"):
@@ -236,6 +237,16 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
     return _continued(folder, saved, newest)
 
 
+def _restore_replaced(config: Config, folder: AnyPath) -> None:
+    """Restore checkpoints in a local folder whose replacement was interrupted."""
+    if not isinstance(folder, Path) or not folder.is_dir():
+        return
+    with ExitStack() as opened:
+        if given_folder(config) is None:  # else ``lock_given_folder`` has locked the folder
+            opened.callback(RunLock(folder, rank=0, key="checkpoint.dir").close)
+        tidy(folder)
+
+
 def _continued(folder: AnyPath, saved: RunFacts, newest: Checkpoint) -> Decision:
     """Return the decision to continue the saved run from its newest checkpoint."""
     start = saved.facts.get(_START, "")
@@ -255,10 +266,18 @@ def _decide_from(given: Checkpoint, config: Config, data: DataFacts, new_run: De
             "checkpoint"
         )
     saved = read_run(folder) if config.checkpoint.every else None
-    if saved is not None and saved.status == "training" and saved.facts.get(_START) == start:
+    if saved is not None and saved.status == "training":
         newest = next(good_checkpoints(folder, run=saved.run), None)
-        if newest is not None and not _differences(saved.facts, config, data):
+        differences = _differences(saved.facts, config, data)
+        if saved.facts.get(_START) != start:
+            differences.append(f"it did not start from {given.path} in its present state")
+        if newest is not None and not differences:
             return _continued(folder, saved, newest)
+        logger.warning(
+            "the unfinished run in %s is not resumed but moved aside: %s",
+            folder,
+            "; ".join(differences) or "it has no usable checkpoint",
+        )
     _move_aside(config)
     return replace(new_run, newest=given.path, start=start)
 
@@ -283,7 +302,7 @@ def _checkpoint_at(path: AnyPath) -> Checkpoint:
     if isinstance(folder, Path) and any(folder.glob(".replaced-step-*")):
         # Restore a checkpoint whose replacement was interrupted, unless a run is using the folder
         # or the folder is read-only.
-        with contextlib.suppress(HeldError, OSError), hold(folder / LOCK_FILE):
+        with suppress(HeldError, OSError), hold(folder / LOCK_FILE):
             tidy(folder)
     if not list_checkpoints(folder):
         return checked(path)

@@ -19,7 +19,7 @@ from types import FrameType
 GRACE_S = 20.0
 # Slurm sends SIGTERM to every process of a job step, and torchrun forwards the signal that it gets.
 # Therefore, a second SIGTERM this soon after the first counts as the same request. After Ctrl-C,
-# SIGTERM can mean a second Ctrl-C, for which torch's launcher sends SIGTERM to the ranks.
+# SIGTERM can come from torch's launcher, which sends it to the ranks on a second Ctrl-C.
 REPEAT_S = 5.0
 
 
