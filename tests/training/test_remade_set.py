@@ -53,8 +53,8 @@ def as_earlier_versions_saved(monkeypatch):
     """Replace content IDs with fingerprints, as in older manifests."""
     facts, documents = resume.relevant_facts, checkpoints.Checkpoints._documents
 
-    def old_facts(config, data):
-        return {**facts(config, data), "the set in data.path": data.fingerprint[:16]}
+    def old_facts(config, data, start):
+        return {**facts(config, data, start), "the set in data.path": data.fingerprint[:16]}
 
     def old_documents(self, batch, loop):
         saved = documents(self, batch, loop)

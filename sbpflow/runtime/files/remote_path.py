@@ -214,9 +214,7 @@ class RemotePath:
         self.facts = None
 
     def upload(self, file: int, wrote: Callable[[], None] = lambda: None) -> None:
-        """Upload the content of an open local file, in parts if it is large; call ``wrote`` after
-        each part.
-        """
+        """Upload an open local file, in parts if it is large; call ``wrote`` after each part."""
 
         def write(system: Any, path: str) -> None:  # noqa: ANN401
             at, out = 0, system.open(path, "wb")
@@ -226,8 +224,7 @@ class RemotePath:
                     at += len(data)
                     wrote()
             except BaseException:
-                # Discard the partial upload, because closing the file, as garbage collection would
-                # do, completes the upload.
+                # Discard the upload: closing the file, even by garbage collection, completes it.
                 if hasattr(out, "discard"):
                     out.discard()
                 out.closed = True
