@@ -387,10 +387,12 @@ def test_frequencies_start_at_the_admission_count_after_a_change_of_policy():
     assert [counts[key] for key in keys] == [3, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("forget", "use"), [(None, "a number of samples"), (9, "a smaller value")])
+@pytest.mark.parametrize(
+    ("forget", "use"), [(None, "set it to a number of samples"), (9, "use a smaller number")]
+)
 def test_a_map_has_at_most_as_many_slots_as_it_can_address(forget, use):
     part = Vocabulary(growth_of(forget=forget), MIN_ROWS, 0, NUM_BUCKETS)
-    text = rf"forget_after_samples is .* a map has at most {2**31 - 1}; use {use}, or more ranks"
+    text = rf"forget_after_samples is .* a map has at most {2**31 - 1}; {use}, or use more ranks"
     with pytest.raises(ConfigError, match=text):
         part.reserve(16 * 10**8)
     state = part.arrays.state
