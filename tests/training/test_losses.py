@@ -165,10 +165,9 @@ class LinearSpec:
 
 
 class LinearPart:
-    buffers: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
-
     def __init__(self, model: LinearModel, parameters: dict[str, GlobalTensor]) -> None:
         self.model, self.parameters = model, parameters
+        self.buffers: dict[str, GlobalTensor] = {}
 
     def moved(self, x: GlobalTensor, part: str) -> GlobalTensor:
         layout = self.model.layout

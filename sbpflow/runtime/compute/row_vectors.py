@@ -44,38 +44,6 @@ def _add_scaled(_: Node, out: Node, i: Node, rows: Node, j: Node, scale: Node, k
     )
 
 
-@intrinsic
-def _sum(_: Node, out: Node, i: Node, rows: Node, at: Node, begin: Node, end: Node) -> Node:
-    _check(out, rows)
-    kinds = types.void(out, types.intp, rows, at, types.intp, types.intp)
-    return kinds, _over_list(gathers=True)
-
-
-@intrinsic
-def _sum_scaled(
-    _: Node, out: Node, i: Node, rows: Node, at: Node, begin: Node, end: Node, scales: Node
-) -> Node:
-    _check(out, rows)
-    kinds = types.void(out, types.intp, rows, at, types.intp, types.intp, scales)
-    return kinds, _over_list(gathers=True)
-
-
-@intrinsic
-def _add_to(_: Node, rows: Node, i: Node, out: Node, at: Node, begin: Node, end: Node) -> Node:
-    _check(out, rows)
-    kinds = types.void(rows, types.intp, out, at, types.intp, types.intp)
-    return kinds, _over_list(gathers=False)
-
-
-@intrinsic
-def _add_scaled_to(
-    _: Node, rows: Node, i: Node, out: Node, at: Node, begin: Node, end: Node, scales: Node
-) -> Node:
-    _check(out, rows)
-    kinds = types.void(rows, types.intp, out, at, types.intp, types.intp, scales)
-    return kinds, _over_list(gathers=False)
-
-
 def _check(out: Node, rows: Node) -> None:
     form = (2, "C", rows.dtype)
     if any((array.ndim, array.layout, array.dtype) != form for array in (out, rows)):
@@ -194,6 +162,26 @@ def _over_list(*, gathers: bool) -> Callable[..., Node]:
     return generate
 
 
+def _on_list(*, gathers: bool) -> tuple[Node, Node]:
+    """Return the intrinsic of ``_over_list``, and the one with factors."""
+
+    @intrinsic
+    def plain(_: Node, one: Node, i: Node, listed: Node, at: Node, begin: Node, end: Node) -> Node:
+        _check(one, listed)
+        kinds = types.void(one, types.intp, listed, at, types.intp, types.intp)
+        return kinds, _over_list(gathers=gathers)
+
+    @intrinsic
+    def scaled(
+        _: Node, one: Node, i: Node, listed: Node, at: Node, begin: Node, end: Node, scales: Node
+    ) -> Node:
+        _check(one, listed)
+        kinds = types.void(one, types.intp, listed, at, types.intp, types.intp, scales)
+        return kinds, _over_list(gathers=gathers)
+
+    return plain, scaled
+
+
 def _fma(builder: Node, a: Node, b: Node, c: Node) -> Node:
     name = f"llvm.fma.v{a.type.count}{a.type.element.intrinsic_name}"
     kind = ir.FunctionType(a.type, [a.type] * 3)
@@ -216,6 +204,8 @@ add_scaled_row = cast("Callable[[Array, Any, Array, Any, float, float], None]", 
 """``add_scaled_row(out, i, rows, j, scale, keep)`` computes ``out[i] = rows[j] * scale + out[i] *
 keep``, rounding the first product and the sum together (fma).
 """
+_sum, _sum_scaled = _on_list(gathers=True)
+_add_to, _add_scaled_to = _on_list(gathers=False)
 sum_of_rows = cast("Callable[[Array, Any, Array, Array, Any, Any], None]", _sum)
 """``sum_of_rows(out, i, rows, at, begin, end)`` sets ``out[i]`` to the sum of ``rows[at[n]]`` for
 n in ``range(begin, end)``, added in order to 0. ``at`` is int32 or int64.
