@@ -110,6 +110,27 @@ def test_two_ranks_can_send_without_waiting_for_each_other(sharing):
     assert sharing(2, send_much) == [True, True]
 
 
+def wait_long_after(world: World) -> bool:
+    """Do not wait for two messages until many later ones have arrived."""
+    link, peer = world.link([0, 1], "late"), 1 - world.rank
+    late = [(torch.empty(5, dtype=torch.int64), seed) for seed in (1, 2)]
+    waiting = [
+        pairs.pass_messages({peer: torch.full((5,), seed)}, {peer: target}, link)
+        for target, seed in late
+    ]
+    for number in range(3 * IN_FLIGHT):
+        target = torch.empty(1, dtype=torch.int64)
+        pairs.pass_messages({peer: torch.tensor([number])}, {peer: target}, link).wait()
+        assert target.item() == number
+    for messages in waiting:
+        messages.wait()
+    return all(bool((target == seed).all()) for target, seed in late)
+
+
+def test_a_message_that_nobody_waits_for_does_not_block_later_ones(sharing):
+    assert sharing(2, wait_long_after) == [True, True]
+
+
 def send_one_element(world: World) -> bool:
     """A contiguous tensor of one element can have the stride 0."""
     link, peer = world.link([0, 1], "one"), 1 - world.rank

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ARENA_BYTES = 1 << 36  # Reserved address space; only pages in use take memory.
 IN_FLIGHT = 1024  # Maximum number of messages in flight per pair and channel.
+LATE = IN_FLIGHT // 2  # A message that this many messages older is copied before ``wait``.
 MAX_CHANNELS = 512
 _LINE = 16  # Number of int32 words per cache line.
 # Number of int64 words per descriptor: the message's offset, size in bytes, and number, and the
@@ -119,42 +120,55 @@ class Receiving:
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
         self._number = 0
+        # Messages that are not received yet: size in bytes and target by number, oldest first.
+        self._expected: dict[int, tuple[int, Copy]] = {}
         self._abandoned: list[int] = []  # numbers of messages
 
     def next_message(self, count: int, copy: Copy, shared: "SharedMemory") -> "Arriving":
         """Return the next message, of ``count`` bytes, which ``Arriving.wait`` copies."""
+        number = self._number
+        self._expected[number] = count, copy
         self._number += 1
-        return Arriving(self, self._number - 1, count, copy, shared)
+        return Arriving(self, number, shared)
 
-    def receive(self, number: int, expected: int, copy: Copy, shared: "SharedMemory") -> None:
-        """Wait for message ``number`` of ``expected`` bytes and copy it.
+    def receive(self, number: int, shared: "SharedMemory") -> None:
+        """Wait for message ``number`` and copy it to its target.
 
-        Raises the same errors as ``Arriving.wait``.
+        Messages arrive in order. A message that is LATE messages older is therefore copied, too.
+        Otherwise, a message that nobody waits for (its batch was never used, and is in a reference
+        cycle) would block the ring. Raises the same errors as ``Arriving.wait``.
         """
-        ring = self._ring
-        shared.await_message(ring, number, self._peer)
-        entry = ring.entries[number % IN_FLIGHT]
-        offset, count, _, _ = entry.tolist()
-        if count != expected:
+        if number in self._expected:
+            shared.await_message(self._ring, number, self._peer)
+            self._copy(number)
+        while self._abandoned and self._abandoned[0] < number:
+            self._discard(self._abandoned.pop(0))
+        oldest = next(iter(self._expected), number)
+        if number - oldest >= LATE:
+            self._copy(oldest)
+
+    def _copy(self, number: int) -> None:
+        count, copy = self._expected[number]
+        entry = self._ring.entries[number % IN_FLIGHT]
+        offset, sent, _, _ = entry.tolist()
+        if sent != count:
             raise RuntimeError(
-                f"enforce fail: Received data size doesn't match expected size: {count} bytes "
-                f"from rank {self._peer}, expected {expected}"
+                f"enforce fail: Received data size doesn't match expected size: {sent} bytes "
+                f"from rank {self._peer}, expected {count}"
             )
         copy(self._arena.memory[offset : offset + count])
-        entry[3] = number + 1
-        if self._abandoned:
-            self._free_abandoned(number)
+        self._discard(number)
+
+    def _discard(self, number: int) -> None:
+        """Let the sender reuse the memory of a message that has arrived."""
+        if self._expected.pop(number, None) is not None:
+            self._ring.entries[number % IN_FLIGHT, 3] = number + 1
 
     def abandon(self, number: int) -> None:
         """Abandon a message without waiting for it. The message may not have arrived yet, so the
         sender can reuse its memory only after this rank has received a later message.
         """
         self._abandoned.append(number)
-
-    def _free_abandoned(self, received: int) -> None:
-        for number in [each for each in self._abandoned if each < received]:
-            self._abandoned.remove(number)
-            self._ring.entries[number % IN_FLIGHT, 3] = number + 1
 
 
 class Arriving:
@@ -163,21 +177,18 @@ class Arriving:
     The messages of an announced batch that is never used are abandoned without a wait.
     """
 
-    def __init__(
-        self, source: Receiving, number: int, count: int, copy: Copy, shared: "SharedMemory"
-    ) -> None:
+    def __init__(self, source: Receiving, number: int, shared: "SharedMemory") -> None:
         self._source, self._number, self._shared = source, number, shared
-        self._count = count
-        self._copy: Copy | None = copy
+        self._waited = False
 
     def wait(self) -> None:
         """Wait for the message. Raises RuntimeError if it is lost or has the wrong size."""
-        if self._copy is not None:
-            self._source.receive(self._number, self._count, self._copy, self._shared)
-            self._copy = None
+        if not self._waited:
+            self._source.receive(self._number, self._shared)
+            self._waited = True
 
     def __del__(self) -> None:
-        if self._copy is not None:
+        if not self._waited:
             self._source.abandon(self._number)
 
 
