@@ -30,6 +30,7 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_gives_the_saved_outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     shown = nbformat.read(NOTEBOOK, 4)

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from tests.pages import ROOT, Page, follow
 
 SHOW = """
@@ -12,6 +14,7 @@ open("shown.json", "w").write(json.dumps(shown))
 """
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path):
     tutorial = Page("docs/tutorial.md")
     tutorial.save_files(tmp_path)

@@ -36,6 +36,7 @@ def from_there(world, folder):
     return losses, {name: buffer.part.numpy().copy() for name, buffer in job.model.buffers.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_running_statistics_are_restored(ranks, memory, size):
     ranks(2, until_saved, str(memory))

@@ -153,6 +153,7 @@ def chain(tmp_path_factory):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(CHAINS, lambda n: n == 0))
 def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, chain, name):
     folder, numbers, before, totals = chain(ranks, name), [], None, {}

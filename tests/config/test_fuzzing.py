@@ -108,6 +108,7 @@ def test_every_key_with_difficult_values(part):
     assert refused > 20, "no value was refused"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["data.batch_size", "model.hidden", "model.name", "parallel.tables.*"]
 )

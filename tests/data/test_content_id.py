@@ -55,6 +55,7 @@ def from_text(tmp_path_factory):
     return run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
 
 
+@pytest.mark.slow
 def test_inputs_pieces_and_versions_do_not_matter(tmp_path, from_text, monkeypatch):
     compressed = run_prepare(tmp_path / "gz", write_rows(tmp_path / "other.tsv.gz", ROWS))
     first, second = (

@@ -131,6 +131,7 @@ def test_the_set_does_not_depend_on_workers_and_groups(tables, tmp_path, monkeyp
     assert folder_bytes(tmp_path / "many") == folder_bytes(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_a_killed_driver_continues_on_another_engine(tables, clean, tmp_path, monkeypatch):
     class KilledError(Exception):
         pass

@@ -174,6 +174,7 @@ def test_parquet_of_unsupported_types_gives_one_message(tmp_path, capsys):
     assert "C1 (List(String))" in error
 
 
+@pytest.mark.slow
 def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
     columns = {n: [row[i] or None for row in ROWS[:60]] for i, n in enumerate(CRITEO.columns)}
     frame = pl.DataFrame(columns).with_columns(pl.col(CRITEO.columns[:14]).cast(pl.Int64))

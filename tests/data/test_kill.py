@@ -69,6 +69,7 @@ def test_prepare_killed_at_random_moments_gives_the_identical_set(tmp_path, run_
     assert not work.exists()
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_not_mixed_with_one_of_other_options(tmp_path, run_killed):
     source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
     encoded = tmp_path / "set.work" / "encoded"

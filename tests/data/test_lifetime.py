@@ -107,6 +107,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_shards_and_epochs_need_no_descriptors_and_no_garbage_collector(tmp_path, backend):
     """Read 300 shards with a limit of 128 open files; every second epoch is abandoned midway."""

@@ -34,6 +34,7 @@ def test_a_permutation_depends_on_every_part_of_its_key():
             assert (image == other).sum() < 10  # for random permutations, the expected value is 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 7, 24, 300])
 def test_every_index_has_every_image_equally_often(size):
     """Apply a chi-squared test to the permutations of many keys, for the sizes with the fewest bits
@@ -132,6 +133,7 @@ def _train_on_sorted_labels(clicks, shuffle, seed):
     return auc(weights[ids[half:]].sum(1), labels[half:].astype(np.float32))
 
 
+@pytest.mark.slow
 def test_rows_sorted_by_label_train_as_well_as_randomly_ordered_ones():
     """In the worst case, all clicks are at the end of the file, so training in file order favors
     ids of the last rows.

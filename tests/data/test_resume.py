@@ -104,6 +104,7 @@ def kinds_of(work, rng):
     return {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", quick(STEPS, lambda n: n in (0, 3)))
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
     """Damage one file of each kind at a time, in every way if this step is the first to write the

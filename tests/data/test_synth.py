@@ -142,6 +142,7 @@ def generated(tmp_path_factory):
     return synth(SynthOptions(output=tmp_path_factory.mktemp("synth") / "set", **SMALL))
 
 
+@pytest.mark.slow
 def test_any_range_gives_the_same_rows(generator, generated):
     maps = IdMaps(SynthOptions(output=generated.path, **SMALL), generator.columns)
     whole = np.concatenate([all_words(generated, split) for split in ("train", "val", "test")])
@@ -318,6 +319,7 @@ def test_lists_can_have_keys(tmp_path):
     assert rows.lists(0, 400)[1].dtype == np.int64
 
 
+@pytest.mark.slow
 def test_list_lengths_are_within_their_bounds_and_independent_of_chunking(tmp_path):
     arguments = ["synth", "--rows", "70000", "--vocab-scale", "0.001", "--hot", "C1=0-3,C19=2-300"]
     for workers in ("1", "3"):

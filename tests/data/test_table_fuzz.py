@@ -169,6 +169,7 @@ def test_quotes_enclose_whole_cells_or_the_line_is_bad(tmp_path, text, num_rows,
     assert (len(piece.frame), piece.bad.counts) == (num_rows, counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", quick([300, 1000, 1 << 20], lambda n: n == 0))
 def test_the_set_does_not_depend_on_where_pieces_end(tmp_path, piece_bytes):
     """Even if pieces end inside quoted cells, rows and ids must equal the result for a single

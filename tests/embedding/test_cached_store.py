@@ -441,6 +441,7 @@ store._mover.tasks.put((lambda: records.write(batches(1)[0].numpy(), records._re
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_after_the_last_write():
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()) == (0, ["written"]), done.stderr

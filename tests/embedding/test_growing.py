@@ -221,6 +221,7 @@ def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, l
     check_as_alone(ranks, alone, size, case, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks_of_hosts",
     [((0, 1), (2, 3)), pytest.param(((0, 1, 2), (3, 4, 5)), marks=pytest.mark.slow)],
@@ -312,6 +313,7 @@ def resumed(world, case, start, stop, source, folder, in_background):
     return run.outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "in_background"),
     quick(product(["unique", "columns"], [False, True]), lambda n: n == 3),

@@ -145,6 +145,7 @@ def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
     assert all(cover.all() for cover in covered.values())
 
 
+@pytest.mark.slow
 @seed(20)
 @settings(
     max_examples=8,

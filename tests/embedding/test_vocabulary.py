@@ -220,6 +220,7 @@ def test_decisions_do_not_depend_on_the_ranks(growth, ranks):
     run(growth, stream(2, 40), ranks=ranks, ahead=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_no_batch_waits_for_the_compiler(policy):
     part = Vocabulary(growth_of(policy, admit=2, idle=9, forget=9), MIN_ROWS, 0, NUM_BUCKETS)
@@ -446,7 +447,7 @@ def test_many_keys_grow_the_map():
 
 
 @pytest.mark.parametrize("first", [10, 300, 830])
-@pytest.mark.parametrize("second", [6_000, 100_000])
+@pytest.mark.parametrize("second", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_batch_may_be_much_larger_than_those_before(first, second):
     random = np.random.default_rng(4)
     for num_batches in range(1, 60):

@@ -159,6 +159,7 @@ def test_more_ranks_than_devices_are_refused_before_nccl_is_used(monkeypatch):
     assert device_type_of("cpu") == "cpu"
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_print_one_message(tmp_path):
     """Rank 0 serves the store, so it must not exit before the other ranks have read from the
     store.
@@ -360,6 +361,7 @@ def test_an_environment_without_a_rendezvous_address_is_refused(monkeypatch):
         Meeting.connect()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_one_process_is_quiet(tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     process = start("busy", tmp_path, RANK=0, WORLD_SIZE=1, **address)

@@ -88,6 +88,7 @@ def planted(folder: Path, mark: Path) -> None:
         index.write_bytes(pickle.dumps(Plant(mark)))
 
 
+@pytest.mark.slow
 def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
     """A file planted in this user's own folder is loaded, which shows that the other tests can
     fail.
@@ -102,6 +103,7 @@ def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
     assert (tmp_path / "mark").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("owner", marks=root_only), "mode"])
 def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
     run()

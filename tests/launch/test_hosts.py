@@ -94,6 +94,7 @@ def facts_of(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", quick([2, 4], lambda n: n == 0))
 def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -176,6 +177,7 @@ def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
         assert result.hosts_source == ("handshake" if size > 1 else "assumed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "message"),
     quick(

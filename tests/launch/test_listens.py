@@ -76,6 +76,7 @@ def found_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[list[
     return [(folder / str(rank)).read_text().split() for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "wrapped"),
     [

@@ -25,6 +25,7 @@ print(sum(by_owner.stats.cache_misses.values()))
 """
 
 
+@pytest.mark.slow
 def test_one_process_compiles_and_the_others_load(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     pipe = subprocess.PIPE

@@ -30,7 +30,7 @@ def config_with(name, scheme, *, dtype="float32", **options):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
 
-@pytest.mark.parametrize("name", quick(MODELS, lambda n: n % 2 == 0))
+@pytest.mark.parametrize("name", quick(MODELS, lambda n: n == 2))
 def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
     """The losses are close to float32 losses but not equal; 1 and 3 ranks round the same
     products.
@@ -298,7 +298,7 @@ def on_a_device(world, name):
     return [float(loss) for loss in losses], waits, allowed
 
 
-@pytest.mark.parametrize("name", quick(MODELS, lambda n: n % 2 == 0))
+@pytest.mark.parametrize("name", quick(MODELS, lambda n: n == 0))
 def test_on_a_rehearsed_device_no_step_waits(rehearsed_ranks, ranks, name):
     ((losses, waits, allowed),) = rehearsed_ranks(1, on_a_device, name)
     assert waits == []

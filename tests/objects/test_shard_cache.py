@@ -86,6 +86,7 @@ def test_rows_from_a_store_equal_local_rows(remote, local, tmp_path, shuffle):
     assert len(shard_requests(remote, "train")) <= 2 * len(wanted)
 
 
+@pytest.mark.slow
 def test_a_small_cache_streams_rows_in_order(remote, local, tmp_path):
     limit = max((local.path / s.file).stat().st_size for s in local.shards("train")) * 2.5
     manifest = load_manifest(SET, cache=options(tmp_path / "sets", limit))

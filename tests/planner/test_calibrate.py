@@ -317,6 +317,7 @@ def synthetic_records(noise, samples=24, ranks_per_link=1):
     return records
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_steps_and_chooses_well_on_new_tasks():
     errors = fit(synthetic_records(0.03), backend="gloo").errors
     assert errors["step relative"] < 0.05

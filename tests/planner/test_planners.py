@@ -118,6 +118,7 @@ NEUROSHARD = neuroshard.Amount(sets=40, placements=20, epochs=2)
 AUTOSHARD = autoshard.Amount(steps=40, episodes=2, cost_updates=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(LEARNED, lambda n: n == 0))
 def test_a_trained_planner_is_cached_for_the_same_arguments(tmp_path, monkeypatch, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -80,6 +80,7 @@ def assert_equal(found, wanted, rtol=0.0):
 QUICK = {(2, "unique")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [

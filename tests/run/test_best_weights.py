@@ -192,6 +192,7 @@ def interrupt(data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
             run(data, folder, *RESUMABLE)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_its_last_step_and_ends_with_the_best(
     data, stopped, tmp_path, monkeypatch, capfd
 ):

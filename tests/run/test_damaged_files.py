@@ -59,6 +59,7 @@ def run(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("metrics.jsonl", 180), ("plan.json", 60), ("start.txt", 60)]
 )

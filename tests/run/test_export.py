@@ -150,6 +150,7 @@ def _criteo_like(world: World, folder):
     return apart, same, names, equal
 
 
+@pytest.mark.slow
 def test_an_exported_file_gives_the_logits_of_the_job_with_only_torch(ranks, tmp_path):
     ((apart, same, state, equal),) = ranks(1, _criteo_like, tmp_path)
     assert equal == [True] * 7

@@ -46,7 +46,7 @@ def convert_directly(world, *case):
 
 
 @pytest.mark.parametrize(
-    "line", quick([[0, 1], [1, 0], [0, 1, 2], [2, 0, 3], [0, 1, 2, 3]], lambda n: n > 2), ids=str
+    "line", quick([[0, 1], [1, 0], [0, 1, 2], [0, 1, 2, 3], [2, 0, 3]], lambda n: n == 4), ids=str
 )
 @pytest.mark.parametrize("convert", [convert_apart, convert_directly])
 def test_pieces_bypass_the_buffers(ranks, line, convert):
@@ -106,6 +106,7 @@ def test_tensors_without_dims_convert(ranks):
         ranks(3, convert_all, src, dst, values, [()], ["float64"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 0, 5), (0, 7, 0), (7, 0, 0), (1, 3, 3)], ids=str)
 def test_explicit_sizes(ranks, sizes):
     values = [(Split(1, sizes),), (Split(0, (0, 4, 1)),), *one_axis([0, 1])]

@@ -89,6 +89,7 @@ def test_a_bundle_gives_raw_rows_the_scores_of_the_run_and_of_predict(
     assert mine.std() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_bundle_needs_only_torch_and_numpy(exported, prepared, tmp_path):
     folder, _ = exported
     for name in MODELS:

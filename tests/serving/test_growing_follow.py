@@ -61,6 +61,7 @@ def steps_of(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in run.glob("step-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "loops"), quick([("as_trained", True), ("int8", False)], lambda n: n == 0)
 )

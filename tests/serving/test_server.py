@@ -216,6 +216,7 @@ def test_the_thread_that_answers_can_interrupt_the_thread_that_applies_deltas(se
     assert time_slice_ns(pid) == 100_000 < time_slice_ns(low[0])
 
 
+@pytest.mark.slow
 def test_metrics_count_what_the_server_did(exported, model):
     rows = rows_of(model, 6)
     rows[0]["city"] = "a city that no row has"
@@ -331,6 +332,7 @@ def damage_next(chain: Chain) -> None:
     shutil.rmtree(hidden)
 
 
+@pytest.mark.slow
 def test_a_newer_bundle_replaces_the_older_one_and_its_deltas(chain, model, exported):
     rows = rows_of(model, 20)
     with start_following(chain) as server:
@@ -388,6 +390,7 @@ def test_every_answer_is_one_version_while_deltas_faults_and_kills_happen(chain,
     assert len(found.latency) > 300
 
 
+@pytest.mark.slow
 def test_requests_in_flight_are_answered_after_sigterm(exported, model):
     body = json.dumps(rows_of(model, 7)).encode()
     sent = request("/score", body, JSON)

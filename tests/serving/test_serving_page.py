@@ -21,6 +21,7 @@ SECTION = (ROOT / "docs" / "serving.md").read_text().split("\n## Serve\n")[1].sp
 COMMANDS = SECTION.split("```\n")[1].splitlines()
 
 
+@pytest.mark.slow
 def test_three_commands_lead_from_a_run_to_an_answer(exported, tmp_path):
     assert len(COMMANDS) == 3
     export, serve, curl = COMMANDS

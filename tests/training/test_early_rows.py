@@ -91,6 +91,7 @@ def test_no_bit_changes_with_evaluations_and_accumulation(ranks, size, per_step)
     check(ranks, size, make_config("3", "lazy_adam", dense="adam"), per_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["numba", "fbgemm"])
 def test_no_bit_changes_with_other_kernels(ranks, kernel):
     pytest.importorskip({"fbgemm": "fbgemm_gpu"}.get(kernel, kernel))
@@ -121,6 +122,7 @@ def switching(world: World, config: Config, lookaheads: list[int], serial: bool)
     return outcome(job, losses)
 
 
+@pytest.mark.slow
 def test_schedules_lookaheads_and_canceled_batches_change_no_bit(ranks):
     config = make_config("3", "rowwise_adagrad", dense="adam")
     want = ranks(4, switching, early_config(config, False), [0], False)

@@ -125,7 +125,7 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
     ("world_size", "sparse"),
     [
         *quick(((3, rule) for rule in SPARSE), lambda n: n == 0),
-        *quick(((4, rule) for rule in SPARSE), lambda n: n == 3),
+        *quick(((4, rule) for rule in SPARSE), lambda n: False),
     ],
 )
 def test_schemes_on_more_ranks_train_like_one_process(ranks, world_size, scheme, sparse, steps):

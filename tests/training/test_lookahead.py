@@ -103,6 +103,7 @@ def switching(world: World, config: Any, lookaheads: list[int]) -> Any:
     return outcome(job, losses)
 
 
+@pytest.mark.slow
 def test_a_lookahead_may_change_from_step_to_step(ranks):
     config = make_config("3", "rowwise_adagrad", dense="adam")
     want = ranks(4, switching, config, [0])
