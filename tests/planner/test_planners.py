@@ -261,6 +261,7 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     assert make_plan("auto", enough, insertions=SMALL).priced.feasible
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_own_memory_limit():
     task_setting = setting(10, 2)
     planned = make_plan("auto", TaskCost(PROFILE, task_setting.task), insertions=SMALL)

@@ -157,6 +157,7 @@ def test_no_plan_is_faster_than_the_bound():
         assert lower.gap < 0.6
 
 
+@pytest.mark.slow
 def test_no_plan_is_faster_than_the_bound_if_keys_depend_on_ranks():
     """Tables on different sets of ranks need different keys; the bound accounts for all sets."""
     for seed in range(2):

@@ -32,6 +32,7 @@ def test_ranks_of_a_link_have_the_mean_of_their_transfers():
     assert shared(loads, 1) is loads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slack", [9.0, 1.3])
 def test_the_search_reaches_the_optimum_and_no_plan_is_faster_than_the_bound(slack):
     problem = make_problem(4, 4, seed=2, slack=slack, ranks_per_link=2)

@@ -53,6 +53,7 @@ def problems(seed):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick(range(3), lambda seed: seed == 0))
 def test_the_search_reaches_the_optimum_and_no_plan_is_faster_than_the_bound(seed):
     for number, equal in enumerate(problems(seed)):

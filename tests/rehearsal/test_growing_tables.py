@@ -43,6 +43,7 @@ def test_growing_tables_equal_those_on_cpu(ranks, rehearsed_ranks, tmp_path, wor
     check_equal(tmp_path / "cpu" / "step-24", tmp_path / "cuda" / "step-24")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "deep"), [(1, UNIQUE), (2, Spec("S(0)", "reduce"))])
 def test_16_bit_growing_tables_round_as_on_cpu(ranks, rehearsed_ranks, tmp_path, world_size, deep):
     case = replace(CASE, dtype=torch.float32, row_dtype=torch.bfloat16, deep=deep)
@@ -59,6 +60,7 @@ def test_growing_cached_tables_equal_those_on_cpu(ranks, rehearsed_ranks, tmp_pa
     check_equal(tmp_path / "cpu" / "step-24", tmp_path / "cuda" / "step-24")
 
 
+@pytest.mark.slow
 def test_background_save_of_growing_tables_equals_one_on_cpu(ranks, rehearsed_ranks, tmp_path):
     case = replace(CASE, ahead=3)
     for run, device in ((ranks, "cpu"), (rehearsed_ranks, "cuda")):

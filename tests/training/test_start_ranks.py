@@ -137,6 +137,7 @@ def train_with(module: str, synth_set: Path, folder: Path, *more: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_wait_until_the_files_of_an_earlier_run_have_been_moved(synth_set, tmp_path):
     """A faster rank would use a folder that rank 0 is about to move."""
     train_with("tests.training.slow_to_move", synth_set, tmp_path)
@@ -151,6 +152,7 @@ def test_ranks_wait_while_others_download_a_set(synth_set, tmp_path):
     assert list(tmp_path.glob("run/checkpoints/step-1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_launcher_waits_until_slow_ranks_have_saved(tmp_path, number):
     program = (

@@ -227,6 +227,7 @@ def test_a_store_of_few_slots_equals_the_device(ranks, memory, size, case):
 FAR = ((1, "3"), (2, "1"), (4, "3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "case"),
     quick(
