@@ -1,5 +1,7 @@
 """Times layout conversions, the bare collectives that they use, and ``DTensor.redistribute``.
 
+Where the ranks share memory, the same collectives through shared memory are timed, too.
+
     python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
     python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5
 
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.network import start_ranks
 from benchmarks.record import provenance
-from sbpflow.boxing import collectives
+from sbpflow.boxing import collectives, pairs
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
@@ -98,7 +100,7 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
     part = _part(world, full, layouts[0])
     runner = Boxing(world)
     variants: dict[str, Variant] = {"ours": lambda: runner.run(steps, part)}
-    variants |= _bare(world, steps, part)
+    variants |= _bare(world, steps, part) | _bare_shared(world, steps, part)
     if dst != "P":  # DTensor cannot convert to partial sums
         variants["dtensor"] = _dtensor(layouts, part)
     for name in [name for name in variants if name in ("ours", "dtensor")]:
@@ -187,6 +189,43 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
 
         chosen["backend_reduce_scatter"] = backend_reduce_scatter
     return chosen
+
+
+def _bare_shared(
+    world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor
+) -> dict[str, Variant]:
+    """Return the collective of the first step through shared memory, on flat buffers of the same
+    size; an all-to-all of partial sums includes the addition, which makes it a reduce-scatter.
+    """
+    ranks = range(world.size)
+    link = world.link(ranks, "bare messages")
+    if not steps or not steps[0].groups or link.shared is None:
+        return {}
+    flat = part.reshape(-1)
+    even = [flat.numel() // world.size] * world.size
+    adds = "P@" in str(steps[0].src)
+
+    def all_gather() -> torch.Tensor:
+        out = flat.new_empty(flat.numel() * world.size)
+        return _waited(pairs.all_gather(out, flat, ranks, world.rank, link), out)
+
+    def all_to_all() -> torch.Tensor:
+        out = torch.empty_like(flat)
+        _waited(pairs.all_to_all(out, flat, (even, even), ranks, world.rank, link), out)
+        return out.view(world.size, -1).sum(0) if adds else out
+
+    def all_reduce() -> torch.Tensor:
+        out = flat.clone()
+        return _waited(pairs.all_reduce(out, "sum", ranks, world.rank, link), out)
+
+    bare = {"all_gather": all_gather, "all_to_all": all_to_all, "all_reduce": all_reduce}
+    return {"bare_shared": bare[steps[0].collective]}
+
+
+def _waited(messages: pairs.Messages | pairs.AllReduce | None, out: torch.Tensor) -> torch.Tensor:
+    assert messages is not None
+    messages.wait()
+    return out
 
 
 def _dtensor(layouts: list[Layout], part: torch.Tensor) -> Variant:

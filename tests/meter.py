@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sbpflow.boxing import pairs
+from sbpflow.boxing import collectives, pairs
 from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.runtime.ranks.world import HEADER_BYTES
 
@@ -49,7 +49,7 @@ class Meter(TorchDispatchMode):
 
         wrap(SharedChannel, "write", self._shared_write)
         wrap(SharedChannel, "read", self._shared_read)
-        wrap(pairs, "exchange_regions", partial(self._of_messages, "all_to_all"))
+        wrap(collectives, "_exchange_directly", self._directly)
         wrap(pairs, "all_gather", partial(self._of_messages, "all_gather"))
         wrap(pairs, "all_to_all", partial(self._of_messages, "all_to_all"))
         wrap(pairs, "all_reduce", partial(self._of_messages, "all_reduce"))
@@ -75,6 +75,11 @@ class Meter(TorchDispatchMode):
                 self._reductions.append((messages, len(self.calls)))
             self._add(Call(name, sent))
         return messages
+
+    def _directly(self, exchange, args):
+        result, sent = self._collected(exchange, args)
+        self._add(Call(args[0].collective, sent))
+        return result
 
     def _end_of_reduction(self, wait, args):
         """Add what a reduction sends at its end to its call."""

@@ -66,8 +66,8 @@ def _reordered(unpack: Unpack, reorder: LocalFn | None) -> Unpack:
 def _exchange_directly(
     direct: Direct, part: Tensor, shared: SharedChannel
 ) -> tuple[Tensor, Work, Unpack]:
-    """Start an all-to-all between ranks that share memory; during the transfer, copy the box that
-    stays on this rank.
+    """Start an all-to-all or all-gather between ranks that share memory; during the transfer, copy
+    the box that stays on this rank.
     """
     if direct.shape is None:
         out = part.new_empty(0)

@@ -21,14 +21,11 @@ from torch import Tensor
 
 from sbpflow.boxing.copies import combined
 from sbpflow.boxing.regions import Region
-from sbpflow.runtime.ranks.shared_memory import SharedChannel
+from sbpflow.runtime.ranks.shared_memory import MOST_GATHERED, SharedChannel
 from sbpflow.runtime.ranks.shared_messages import Arriving, Copy
 from sbpflow.runtime.ranks.world import Link
 from sbpflow.sbp.sbp import Reduction
 
-# Maximum size of all messages of a rank in an all-gather, and of the values of an all-reduce. Each
-# receiver gets its own copy, and the sender keeps the memory for later messages.
-MOST_GATHERED = 1 << 26
 _MAX_TAG = 2**31 - 1
 
 

@@ -63,7 +63,7 @@ class Program:
     * ``stays`` or ``add_own`` is set if the exchange leaves out the piece that this rank would send
       to itself. ``stays`` copies that piece. ``add_own`` is used if the piece is one of several
       terms; it replaces ``unpack``, and its arguments are the part and the received data.
-    * ``direct`` describes the all-to-all without buffers, for ranks that share memory.
+    * ``direct`` describes the transfer without buffers, for ranks that share memory.
     * ``to_layout`` and ``from_layout`` reorder the columns of the part and of the result, if the
       step has ``src_columns`` or ``dst_columns``; ``direct`` reorders them itself.
     * ``in_pairs`` is this rank if all-to-alls and, in shared memory, all-gathers and all-reduces

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sbpflow.boxing.copies import Shape, cutter, lengths
 from sbpflow.boxing.moves import Box, shift
-from sbpflow.boxing.step import BoxingStep
-from sbpflow.runtime.ranks.shared_memory import MOST_BYTES
+from sbpflow.boxing.step import BoxingStep, Collective
+from sbpflow.runtime.ranks.shared_memory import MOST_BYTES, MOST_GATHERED
 from sbpflow.sbp.sbp import Partial
 
 Views = Callable[[Tensor], list[Tensor]]
@@ -53,12 +53,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The boxes that ``rank`` sends to and receives from the other ranks of ``group`` in a step.
+    """The boxes that ``rank`` sends to and receives from the other ranks of ``group`` in a step of
+    ``collective``.
 
     ``own`` copies the box that stays on this rank from the part to the result. ``shape`` is the
     shape of the result, or None outside the destination.
     """
 
+    collective: Collective
     group: tuple[int, ...]
     rank: int
     shape: Shape | None
@@ -70,17 +72,23 @@ class Direct:
 def direct_exchange(
     step: BoxingStep, rank: int, group: tuple[int, ...], least: int
 ) -> Direct | None:
-    """Return the boxes of an all-to-all whose largest box has at least ``least`` bytes, or None for
-    other steps.
+    """Return the boxes of an all-to-all whose largest box has at least ``least`` bytes, or of such
+    an all-gather of equal parts, at most ``MOST_GATHERED`` bytes per rank; None for other steps.
 
     All ranks of the group must make the same decision, so this function looks at the transfers of
     the whole group.
     """
     kinds = (*step.src.nd_sbp, *step.dst.nd_sbp)
-    if step.collective != "all_to_all" or any(isinstance(sbp, Partial) for sbp in kinds):
+    if any(isinstance(sbp, Partial) for sbp in kinds):
         return None
-    sizes = [m.numel * step.dtype.itemsize for m in step.moves if m.src in group]
-    if not least <= max(sizes, default=0) <= MOST_BYTES:
+    inside = [m.numel for m in step.moves if m.src in group]
+    if step.collective == "all_gather":
+        alike = len(inside) == len(group) ** 2 and len(set(inside)) == 1
+        if not alike or step.bytes_sent(rank) > MOST_GATHERED:
+            return None
+    elif step.collective != "all_to_all":
+        return None
+    if not least <= max(inside, default=0) * step.dtype.itemsize <= MOST_BYTES:
         return None
     src_box = step.src.part_slices(step.shape, rank)
     dst_box = step.dst.part_slices(step.shape, rank)
@@ -89,7 +97,7 @@ def direct_exchange(
     stays, place = leaving.pop(rank, None), coming.pop(rank, None)
     own = None if stays is None or place is None else _copy(stays, place, step.src_columns)
     shape = None if dst_box is None else lengths(dst_box)
-    return Direct(group, rank, shape, leaving, coming, own)
+    return Direct(step.collective, group, rank, shape, leaving, coming, own)
 
 
 def _regions(

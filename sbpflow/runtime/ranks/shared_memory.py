@@ -50,6 +50,9 @@ from sbpflow.runtime.ranks.shared_messages import (
 LOG = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 28  # Maximum message size; longer messages use the process group.
+# Maximum size of all messages of a rank in an all-gather, and of the values of an all-reduce. Each
+# receiver gets its own copy, and the sender keeps the memory for later messages.
+MOST_GATHERED = 1 << 26
 _CHECK_S = 0.02  # Time between checks for signals and dead peers.
 _IDS = struct.Struct("3i")  # Process, user, and group of a socket's peer.
 
