@@ -223,11 +223,13 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a batch. Every rank must cancel the same batch, and all later batches."""
+        """Discard a batch that has not been looked up. Every rank must cancel the same batch, and
+        all later batches.
+        """
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
-        if self.growing is not None:
+        if self.growing is not None and any(part.training for part in batch.groups):
             self.growing.cancel()
 
     def mark_early(self, batch: EmbeddingsInFlight) -> None:

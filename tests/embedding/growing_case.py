@@ -220,9 +220,21 @@ class Run:
         self.trained = self.announced = trained
 
 
-def run_case(world: World, case: GrowingCase, folder: Path | None = None) -> dict[str, Any]:
+class CancelingRun(Run):
+    """Cancels announced batches in the middle of every step, and announces them again."""
+
+    def clip(self) -> None:
+        super().clip()
+        ids = ids_of(self.case, 0, self.mine(0))
+        self.collection.cancel(self.collection.start_id_exchange(ids, size_of(0), training=False))
+        self.drain()
+
+
+def run_case(
+    world: World, case: GrowingCase, folder: Path | None = None, kind: type[Run] = Run
+) -> dict[str, Any]:
     """Train on all batches, evaluate every six batches, and save at the end to ``folder``."""
-    run = Run(world, case)
+    run = kind(world, case)
     evaluated = []
     for until in range(0, case.batches + 1, 6):
         run.train(until)

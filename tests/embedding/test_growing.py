@@ -24,6 +24,7 @@ from sbpflow.sbp.sbp import Split
 from tests.embedding.cases import Spec
 from tests.embedding.growing_case import (
     BATCH,
+    CancelingRun,
     GrowingCase,
     Run,
     addresses_of,
@@ -160,9 +161,9 @@ def alone(tmp_path_factory):
     return result
 
 
-def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9):
+def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9, kind=Run):
     one, one_folder = alone(ranks, case)
-    many = ranks(size, run_case, case, folder)
+    many = ranks(size, run_case, case, folder, kind)
     for key in ("outputs", "evaluated"):
         for made, wanted in zip(joined(many, key), joined(one, key), strict=True):
             for name, value in wanted.items():
@@ -290,6 +291,12 @@ def test_rounding_depends_on_keys(ranks, alone, tmp_path, kernel, spec):
 def test_accumulated_batches_train_growing_tables_equally(ranks, alone, tmp_path):
     case = replace(CASE, accumulate=3, ahead=5)
     check_as_alone(ranks, alone, 2, case, tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_batches_canceled_within_a_step_do_not_change_results(ranks, alone, tmp_path, size):
+    case = replace(CASE, growth=EVICTING, accumulate=3, ahead=4)
+    check_as_alone(ranks, alone, size, case, tmp_path, kind=CancelingRun)
 
 
 def test_weighted_lists(ranks, alone, tmp_path):

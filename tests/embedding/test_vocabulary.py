@@ -1,6 +1,7 @@
 """Tests vocabularies of growing tables against a reference in plain Python."""
 
 from collections import deque
+from itertools import product
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumul
             announced += 1
         if trained in cancel_at:
             cancel_at = tuple(at for at in cancel_at if at != trained)
-            for part in parts.parts:
+            for part, _ in product(parts.parts, waiting):
                 part.roll_back()
             waiting.clear()
             announced = trained

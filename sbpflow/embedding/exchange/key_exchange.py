@@ -125,7 +125,7 @@ class KeyExchange:
                 field.part.release()
 
     def cancel(self) -> None:
-        """Undo all announced batches that have not been looked up."""
+        """Undo the newest announced batch."""
         for field in self.fields:
             if field.part is not None:
                 field.part.roll_back()

@@ -226,15 +226,12 @@ class Vocabulary:
         self._clock.prune(longest, self._idle_time, self.num_trained)
 
     def roll_back(self) -> None:
-        """Undo all announced batches."""
-        if not self._steps:
-            return
+        """Undo the newest announced batch."""
         t, state = self.arrays, self.arrays.state
-        while self._steps:
-            step = self._steps.pop()
-            step.undo(t)
-            self._clock.undo()
-            self._step_start = step.step_start
+        step = self._steps.pop()
+        step.undo(t)
+        self._clock.undo()
+        self._step_start = step.step_start
         slots = used_slots(t)
         contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
         buckets = km.buckets_of(slots[contents > 0, km.ADDRESS]) - self.buckets[0]
