@@ -344,7 +344,9 @@ def test_an_interrupted_replacement_is_restored_before_the_run_starts(
 ):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     folder = tmp_path / "checkpoints"
-    for target, resume in ((tmp_path, "auto"), (tmp_path / "b", tmp_path)):
+    for target, resume in (
+        (tmp_path, "auto"), (tmp_path / "b", tmp_path), (tmp_path / "c", folder / "step-4"),
+    ):  # fmt: skip
         for path in list_checkpoints(folder)[:-1]:
             shutil.rmtree(path)
         (folder / "step-4").rename(folder / ".replaced-step-4")

@@ -299,11 +299,14 @@ def _checkpoint_at(path: AnyPath) -> Checkpoint:
     be a run folder.
     """
     folder = checkpoint_folder(path)
-    if isinstance(folder, Path) and any(folder.glob(".replaced-step-*")):
+    # ``path`` itself may be a checkpoint whose replacement was interrupted.
+    is_replaced = isinstance(path, Path) and (path.parent / f".replaced-{path.name}").exists()
+    place = path.parent if is_replaced else folder
+    if isinstance(place, Path) and any(place.glob(".replaced-step-*")):
         # Restore a checkpoint whose replacement was interrupted, unless a run is using the folder
         # or the folder is read-only.
-        with suppress(HeldError, OSError), hold(folder / LOCK_FILE):
-            tidy(folder)
+        with suppress(HeldError, OSError), hold(place / LOCK_FILE):
+            tidy(place)
     if not list_checkpoints(folder):
         return checked(path)
     for checkpoint in good_checkpoints(folder):
