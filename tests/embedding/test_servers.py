@@ -102,6 +102,13 @@ def test_servers_return_what_was_written(count):
             assert (out == expected[wanted]).all()
 
 
+def test_a_server_compiles_its_copies_before_ranks_connect(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(server, "warm_up_copies", lambda block: compiled.append(block.dtype))
+    EmbeddingServer(SECRET, 1000)
+    assert compiled == [np.dtype(word) for word in ("i8", "i4", "i2", "i1")]
+
+
 def test_a_slow_server_does_not_bring_back_old_rows():
     """The newer write of a row goes to one server; the older write also goes to a second, slow
     server.

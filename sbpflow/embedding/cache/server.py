@@ -39,6 +39,7 @@ from sbpflow.embedding.cache.server_protocol import (
     send_header,
     words_of,
 )
+from sbpflow.embedding.cache.slot_layout import warm_up_copies
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,10 @@ class EmbeddingServer:
         self._lock = threading.Lock()  # Guards the sessions and their blocks.
         self._sessions: dict[bytes, _Session] = {}  # At most one, the current session.
         self._ended: set[bytes] = set()
+        # Loading or compiling the copies takes seconds, for which a rank would have to wait.
+        for record_bytes in (8, 4, 2, 1):
+            word, length = words_of(record_bytes)
+            warm_up_copies(np.empty((0, length), word))
         # Half of the slots are for handshakes, and for connections that are closing.
         self._slots = threading.BoundedSemaphore(2 * MAX_CONNECTIONS)
 
