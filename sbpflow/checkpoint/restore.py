@@ -20,7 +20,7 @@ from sbpflow.checkpoint.write import rectangle_place
 from sbpflow.embedding.plan.growth import TOTALS
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.embedding.storage.live_rows import Array, Saved, TrainedRows
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # these modules need numba
     from sbpflow.embedding.vocabulary.field_keys import FieldKeys
@@ -140,9 +140,9 @@ class _Growing:
         own = totals.view(-1, len(TOTALS)).sum(0).tolist() if first == 0 else []
         try:
             part.load(saved, own)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             name = self._name.removeprefix("vocabularies/")
-            raise CheckpointError(f"model.fields.{name}.{error}") from error
+            raise type(error)(f"model.fields.{name}.{error}") from error
 
     def fill(self, name: str, tensor: LogicalTensor, rectangle: Rectangle) -> None:
         """Write the shared row and the rows of keys to their places in the store."""

@@ -16,6 +16,7 @@ from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.random.streams import fill_uniform, mix, stream_key, uniform_rows
 from sbpflow.sbp.layout import Layout
@@ -195,6 +196,20 @@ def refused(world, case):
     with pytest.raises(DataError) as caught:
         Run(world, case).train(1)
     return str(caught.value)
+
+
+def with_a_full_map(world, case):
+    run = Run(world, case)
+    state = run.collection.growing.fields[1].part.arrays.state
+    state[km.SLOTS], state[km.ENTRIES] = 18 * 10**8, 15 * 10**8
+    with pytest.raises(ConfigError) as caught:
+        run.train(1)
+    return str(caught.value)
+
+
+def test_a_field_with_a_full_map_is_named(ranks):
+    (message,) = ranks(1, with_a_full_map, CASE)
+    assert message.startswith("model.fields.g.forget_after_samples is not set: 0 keys")
 
 
 def largest_transfers(world, case):

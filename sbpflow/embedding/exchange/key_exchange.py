@@ -23,7 +23,7 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.live_rows import NO_TIME, Changes
 from sbpflow.embedding.vocabulary import requests
 from sbpflow.embedding.vocabulary.field_keys import FieldKeys
-from sbpflow.errors import DataError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.compute.compiled import Array
 from sbpflow.runtime.compute.devices import upload
 from sbpflow.runtime.ranks.host_threads import host_threads
@@ -277,14 +277,17 @@ def _decide(batch: _Batch, field: FieldKeys, keys: Array, counts: Array) -> tupl
         return _NONE, nothing
     if not batch.training:
         return field.part.peek(keys), nothing
-    return field.part.announce(
-        keys,
-        counts,
-        batch.batch_size,
-        begins_step=batch.begins_step,
-        time=batch.time,
-        out=keys,
-    )
+    try:
+        return field.part.announce(
+            keys,
+            counts,
+            batch.batch_size,
+            begins_step=batch.begins_step,
+            time=batch.time,
+            out=keys,
+        )
+    except ConfigError as error:  # the map is full
+        raise ConfigError(f"model.fields.{field.plan.name}.{error}") from error
 
 
 def _tensor(values: Array) -> Tensor:
