@@ -9,6 +9,7 @@ import torch
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.exchanges import check_exchange
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
@@ -255,3 +256,15 @@ def test_invalid_arguments_are_reported_with_the_choices(change, message):
 
     with pytest.raises(ConfigError, match=message):
         plan(**given)
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "fix"), [(8, (8, 0), "sizes of 1 or more"), (1, None, "a dim of 2 or more")]
+)
+def test_unique_rows_of_a_rank_without_columns_are_refused(dim, sizes, fix):
+    table = TableConfig(name="a", features=("a",), num_rows=8, dim=dim)
+    world = Placement.line("cpu", 2)
+    layout = TableLayout(layout=Layout(world, (Split(1, sizes),)), exchange="unique")
+    message = rf"only 1 of 2 ranks have columns; use exchange columns, or {fix}$"
+    with pytest.raises(ConfigError, match=message):
+        check_exchange(table, layout, world)

@@ -202,11 +202,12 @@ class UniqueColumns(RowExchange):
         return is_column_split(layout) and layout.placement.size == world_size
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        if len(shards_of(table, layout)) == world.size:
+        if (count := len(shards_of(table, layout))) == world.size:
             return ""
+        fix = "sizes of 1 or more" if table.dim >= world.size else f"a dim of {world.size} or more"
         return (
-            f"needs at least one column on every rank, but the dim is {table.dim} and there are "
-            f"{world.size} ranks; use exchange columns, or a dim of {world.size} or more"
+            f"needs at least one column on every rank, but only {count} of {world.size} ranks have "
+            f"columns; use exchange columns, or {fix}"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
