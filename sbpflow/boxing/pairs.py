@@ -157,6 +157,13 @@ class AllReduce:
         pass_messages(dict.fromkeys(others, own), others, self.link).wait()
 
 
+def differs_in_gloo(op: Reduction, dtype: torch.dtype) -> bool:
+    """Return True if gloo's all-reduce differs from ``combined``: it rounds half-precision sums
+    after each addition, and its max and min may drop NaN.
+    """
+    return dtype.is_floating_point and (op != "sum" or dtype.itemsize < 4)
+
+
 def all_reduce(
     values: Tensor, op: Reduction, ranks: Sequence[int], rank: int | None, link: Link
 ) -> AllReduce | None:
@@ -164,11 +171,13 @@ def all_reduce(
     are combined in the order of the ranks.
 
     ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
-    all ranks, if ``rank`` is None, the tensor is empty or larger than ``MOST_GATHERED``, or the
-    ranks do not share memory.
+    all ranks, if ``rank`` is None or the tensor is empty. Unless ``differs_in_gloo``, also returns
+    None if the tensor is larger than ``MOST_GATHERED``, or the ranks do not share memory.
     """
     size = values.numel() * values.itemsize
-    if rank is None or not _in_memory(size, ranks, rank, link):
+    if rank is None or not size:
+        return None
+    if not (differs_in_gloo(op, values.dtype) or _in_memory(size, ranks, rank, link)):
         return None
     pieces = dict(zip(ranks, values.tensor_split(len(ranks)), strict=True))
     others = {other: piece for other, piece in pieces.items() if other != rank}

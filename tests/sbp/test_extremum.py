@@ -1,11 +1,13 @@
 """Tests gradients through P(max) and P(min), on grids and with ``grad_sbp``, against torch."""
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split, parse_nd_sbp
@@ -119,6 +121,27 @@ def _into(world, ranks):
             y = x.to(dst).to((B, B))
             y.backward(GlobalTensor.from_full(weights, y.layout, boxing))
             check_parts(world, x.part.grad, x.layout.dual(), weights, f"{src} -> {dst} -> B")
+
+
+def _with_nan(world, src, shape):
+    """Convert terms of which only those of the last rank contain NaN, without shared memory."""
+    layout = Layout(Placement.of("cpu", [[0, 1], [2, 3]]), src)
+    term = torch.full(shape, float(world.rank))
+    if world.rank == 3:
+        term[-1] = torch.nan
+    x = GlobalTensor.from_local(term, layout, shape, Boxing(world))
+    with patch.object(SharedChannel, "connects", lambda *_: False):
+        return [x.to(dst).full() for dst in ("(B, B)", "(S(0), B)", "(B, S(0))")]
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("size", [4, 40_000])
+def test_a_term_with_nan_makes_the_value_nan(ranks, op, size):
+    expected = torch.full((size,), {"max": 3.0, "min": 0.0}[op])
+    expected[-1] = torch.nan
+    for values in ranks(4, _with_nan, (Partial(op),) * 2, (size,)):
+        for value in values:
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("ranks_of", GRIDS, ids=str)
