@@ -224,7 +224,8 @@ class EmbeddingCollection:
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
         """Discard a batch that has not been looked up. Every rank must cancel the same batch, and
-        all later batches.
+        all later batches. With cached tables, call this method only between steps: it raises
+        RuntimeError while a batch that was looked up waits for its update.
         """
         self.receive_ids(batch)
         for group, part in self._parts(batch):
