@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, HashStore
 
 from sbpflow.errors import (
     AbsentError,
@@ -16,9 +16,10 @@ from sbpflow.errors import (
     SbpError,
     TrainingError,
 )
+from sbpflow.runtime.processes import exit_messages
 from sbpflow.runtime.processes.exit_messages import Meeting, Reason, compose
 from sbpflow.runtime.processes.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
-from sbpflow.runtime.processes.store import first_line
+from sbpflow.runtime.processes.store import TimedStore, first_line
 from sbpflow.runtime.ranks.world import broken, refused
 
 MISTAKE, LOST = Reason("mistake", "a: no", 1), Reason("lost_peer", "closed by peer", 2)
@@ -163,6 +164,22 @@ def test_a_run_waits_for_its_listener_even_if_the_store_is_gone():
     store.set.side_effect = PeerLostError("connection reset")
     Meeting(1, 2, store, _listener=listener).over()
     assert not listener.is_alive()
+
+
+def test_rank_0_of_torchrun_waits_at_its_end_for_ranks_that_are_still_starting(monkeypatch):
+    store = TimedStore(HashStore(), "here")
+    meeting = Meeting(0, 2, store)
+    meeting._listener = Mock()
+    waits = []
+
+    def second_rank_registers(ready, limit_s):
+        waits.append(ready())
+        store.set_all({"machine/0": "here", "machine/1": "here"})
+        assert ready()
+
+    monkeypatch.setattr(exit_messages, "_wait", second_rank_registers)
+    meeting.over()
+    assert waits == [False]
 
 
 def test_first_line_is_ascii_and_short():

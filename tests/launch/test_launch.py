@@ -171,6 +171,30 @@ def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
     assert "error" not in output
 
 
+@pytest.mark.parametrize("end", ["return None", "sys.exit()", "sys.exit(0)"])
+def test_a_rank_that_succeeds_ends_its_listener_before_python_shuts_down(end: str) -> None:
+    """Otherwise, ``--help`` on several ranks hangs or aborts, because the listener waits in C++."""
+    code = f"""
+import sys
+from sbpflow.runtime.processes import launch
+
+class Met(launch.Meeting):
+    def listen(self, on_exit):
+        print("listens")
+
+    def over(self):
+        print("over")
+
+def main():
+    {end}
+
+launch.Meeting.connect = lambda: Met(0, 2, None)
+launch.run_main(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "listens\nover\n", "")
+
+
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_help_describes_every_command(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["sbpflow", *words])

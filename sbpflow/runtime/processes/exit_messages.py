@@ -35,6 +35,7 @@ _GRACE_S = 3.0
 _LATER_S = 0.3
 _POLL_S = 0.2
 _LONGEST_POLL_S = 5.0  # Longest pause while ranks are still starting.
+_START_S = 30.0  # Rank 0 waits this long at its end for ranks that are still starting.
 _LISTEN_S = 3600.0 * 24 * 365  # Longer than any run lasts.
 _MAX_CHARACTERS = 20_000
 
@@ -130,10 +131,13 @@ class Meeting:
     def over(self) -> None:
         """End the listener after a successful run, because a thread in C++ code would disturb
         Python's shutdown."""
-        if self.store is not None and self._listener is not None:
+        store = self.store
+        if store is not None and self._listener is not None:
             # The rank that serves the store may already have ended. The listener then ends, too.
             with contextlib.suppress(RuntimeError):
-                self.store.set(f"wake/{self.rank}", "over")
+                if self.rank == 0 and not self.by_hand:  # rank 0 still answers in ``launch_id``
+                    _wait(lambda: self._read_machines(store), _START_S)
+                store.set(f"wake/{self.rank}", "over")
             self._listener.join(_GRACE_S)
 
     def _read_machines(self, store: TimedStore) -> bool:

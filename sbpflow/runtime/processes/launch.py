@@ -127,11 +127,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     exits.watch_signals()
     try:
         exits.meet(Meeting.connect())
-        code = main() or 0
+        code = _code_of(main)
         close_process_groups()
     except SystemExit as error:
-        if error.code in (None, 0):
-            raise
         exits.leave(*_exit_of_program(error))
     except KeyboardInterrupt as error:
         exits.leave(Reason("interrupt", str(error)), EXIT_INTERRUPT)
@@ -143,6 +141,16 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         exits.leave(reason, code)
     exits.done()
     sys.exit(code)
+
+
+def _code_of(main: Callable[[], int | None]) -> int:
+    """Return the exit code of ``main``, which may also end with ``sys.exit(0)`` after success."""
+    try:
+        return main() or 0
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return 0
+        raise
 
 
 def classify(error: BaseException) -> tuple[Reason, int]:
