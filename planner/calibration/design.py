@@ -8,6 +8,7 @@ law, and the id statistics are computed from the same law.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +36,7 @@ HIDDEN = ((16,), (64, 32), (16,), (256, 64))
 # In every seventh sample, batches have as many ids as those of a large model.
 LARGE_EVERY = 7
 TWO_HOPS = ("(S(0), S(0))", "unique")
-_SPREAD = 7919  # a prime; multiplying by it spreads hot rows over a table, as in prepared sets
+_SPREAD = 7919  # multiplying by it spreads hot rows over a table, as in prepared sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,9 @@ def draw_ids(
     """Sample ids from a distribution, with the hot ids spread over the table."""
     cumulative = _cumulative(num_rows, law)
     ranks = np.searchsorted(cumulative, random.random(shape) * cumulative[-1])
-    return np.minimum(ranks, num_rows - 1) * _SPREAD % num_rows
+    # Without a common factor, the products are distinct rows.
+    spread = next(n for n in range(_SPREAD, 2 * _SPREAD) if math.gcd(n, num_rows) == 1)
+    return np.minimum(ranks, num_rows - 1) * spread % num_rows
 
 
 @lru_cache(64)

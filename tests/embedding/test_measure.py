@@ -72,6 +72,12 @@ def test_every_kernel_is_timed_on_every_shape(changes):
     assert all(0 < ms < 1000 for ms in times.values())
 
 
+@pytest.mark.parametrize("rows", [1, 500, 7919, 2 * 7919])
+def test_the_ids_of_a_measurement_reach_every_row(rows):
+    ids = module._draw(20 * rows, rows, 1.0, torch.Generator().manual_seed(1))
+    assert ids.unique().tolist() == list(range(rows))
+
+
 def test_profile_stores_times_by_shape_with_their_origin(tmp_path):
     path = tmp_path / "a" / "profile.json"
     one, other = shape_of(), shape_of(ids=65)

@@ -21,7 +21,9 @@ from sbpflow.planner.calibration import design, measure
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
 from sbpflow.planner.calibration.command import describe, save_on_all_hosts
 from sbpflow.planner.calibration.design import (
+    Law,
     draw_batches,
+    draw_ids,
     draw_plans,
     draw_sample,
     drawing,
@@ -130,6 +132,12 @@ def test_samples_of_several_hosts_have_plans_in_two_hops():
     assert not any("(S(0), S(0))" in name for name, _ in draw_plans(one, 5, 16))
     for plan in plans.values():
         sample.task.check(plan)
+
+
+@pytest.mark.parametrize("num_rows", [1, 500, 7919, 2 * 7919])
+def test_drawn_ids_reach_every_row_of_a_table(num_rows):
+    ids = draw_ids(np.random.default_rng(0), num_rows, Law(s=0.0, q=1.0), (20 * num_rows,))
+    assert np.unique(ids).tolist() == list(range(num_rows))
 
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):

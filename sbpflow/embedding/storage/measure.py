@@ -7,6 +7,7 @@ lookup, and update. Ids repeat as in the statistics of the data, or by default a
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -297,7 +298,9 @@ def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch
 
 def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Tensor:
     ids = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * rows).long()
-    return (ids * 7919).remainder(rows).to(torch.int32)
+    # Spread hot rows over the table. Without a common factor, the products are distinct rows.
+    spread = next(n for n in range(7919, 2 * 7919) if math.gcd(n, rows) == 1)
+    return (ids * spread).remainder(rows).to(torch.int32)
 
 
 def _software() -> dict[str, str]:
