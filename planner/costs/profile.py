@@ -7,12 +7,12 @@ prices are measured and which are assumed.
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ def write_profile(path: Path, text: str) -> None:
     if path.parent == cache_dir():
         make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh = path.with_suffix(f".{uuid4().hex}")  # hosts that share a folder may use equal PIDs
     fresh.write_text(text, encoding="ascii")
     fresh.replace(path)
 

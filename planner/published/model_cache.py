@@ -8,11 +8,11 @@ numbers, but no code.
 import hashlib
 import json
 import logging
-import os
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError  # raised by `torch.load`; nothing is unpickled
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def path_of(name: str, like: TaskCost, seed: int) -> Path:
 def save_model(model: Learned, path: Path) -> None:
     """Write the planner, replacing the file atomically."""
     make_private(path.parent)
-    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh = path.with_suffix(f".{uuid4().hex}")
     torch.save(_state(model), fresh)
     fresh.replace(path)
 

@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -201,6 +203,20 @@ def test_a_written_profile_is_read_back(tmp_path):
     assert load(path) == measured()
     assert price(load(path)).predict(mixed_plan(TASK)).error == 0.3
     assert np.isnan(price().predict(mixed_plan(TASK)).error), "nothing was measured"
+
+
+def test_processes_with_equal_pids_on_several_hosts_can_write_the_same_profile(tmp_path):
+    path, write = tmp_path / "profile.json", Path.write_text
+
+    def other_host_is_faster(self, text, **settings):
+        write(self, text, **settings)
+        with patch.object(Path, "write_text", write):
+            measured().save(path)
+
+    with patch.object(Path, "write_text", other_host_is_faster):
+        measured().save(path)
+    assert load(path) == measured()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_profile_of_the_former_format_is_refused_with_both_versions(tmp_path):

@@ -8,7 +8,6 @@ lookup, and update. Ids repeat as in the statistics of the data, or by default a
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard, cast
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ class Profile:
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
-        fresh = self.path.with_suffix(f".{os.getpid()}")
+        fresh = self.path.with_suffix(f".{uuid4().hex}")
         try:
             make_private(self.path.parent)
             fresh.write_text(json.dumps(entries, indent=1))
