@@ -223,6 +223,11 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
         tree_keys = ("rows", "lookups")
         _check_keys(f"{where}.bins", tree, tree_keys)
         by_rows, by_lookups = (_bins(f"{where}.bins.{key}", tree.get(key)) for key in tree_keys)
+        if not any(map(min, by_rows, by_lookups)):
+            raise ConfigError(
+                f"{where}.bins: no bin has both rows and lookups; give shares above 0 for the same "
+                "bins (for example, 1.0 for the first bin in both lists)"
+            )
         return from_bins(by_rows, by_lookups, ids), None
     _check_keys(f"{where}.zipf", tree, ("s", "q"))
     s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)

@@ -232,6 +232,10 @@ SAMPLE, BINS = "as sample", "as bins"  # each replaces the table's zipf key
             r"bins.rows\[0\] must be a number.* got 'a'",
         ),
         ({BINS: {"rows": [0] * 17, "lookups": [1.0] * 17}}, "bins.rows: all shares are 0"),
+        (
+            {BINS: {"rows": [1.0] + [0] * 16, "lookups": [0] + [1.0] * 16}},
+            r"tables\[0\].bins: no bin has both rows and lookups; give shares above 0 for the same",
+        ),
     ],
 )
 def test_a_wrong_key_of_a_tables_file_is_named(tmp_path, change, message):
