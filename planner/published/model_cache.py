@@ -45,11 +45,16 @@ def path_of(name: str, like: TaskCost, seed: int) -> Path:
 
 
 def save_model(model: Learned, path: Path) -> None:
-    """Write the planner, replacing the file atomically."""
-    make_private(path.parent)
-    fresh = path.with_suffix(f".{uuid4().hex}")
-    torch.save(_state(model), fresh)
-    fresh.replace(path)
+    """Write the planner, replacing the file atomically. If that fails, log a warning, because the
+    planner itself is usable.
+    """
+    try:
+        make_private(path.parent)
+        fresh = path.with_suffix(f".{uuid4().hex}")
+        torch.save(_state(model), fresh)
+        fresh.replace(path)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+        _LOG.warning("%s: the trained planner is not cached (%s)", path, error)
 
 
 def load_model(model: Learned, path: Path) -> bool:

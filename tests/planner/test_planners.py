@@ -25,7 +25,7 @@ from sbpflow.planner.planners import (
 )
 from sbpflow.planner.published import autoshard, dreamshard, neuroshard
 from sbpflow.planner.published.embark import embark
-from sbpflow.planner.published.model_cache import load_model
+from sbpflow.planner.published.model_cache import load_model, save_model
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.report import as_html, as_text, report_of
 from sbpflow.planner.search.problem import Move, price_of
@@ -141,6 +141,13 @@ def test_a_damaged_file_of_a_learned_planner_is_ignored(tmp_path, caplog, damage
     path.write_bytes(damage)
     assert not load_model(dreamshard.DreamShard.blank(2), path)
     assert f"{path}: not a valid cached planner" in caplog.text
+
+
+def test_a_trained_planner_that_cannot_be_cached_is_used(tmp_path, caplog):
+    path = tmp_path / "a file" / "dreamshard.pt"
+    path.parent.touch()
+    save_model(dreamshard.DreamShard.blank(2), path)
+    assert f"{path}: the trained planner is not cached (" in caplog.text
 
 
 @pytest.mark.parametrize(
