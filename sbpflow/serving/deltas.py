@@ -114,9 +114,12 @@ def newest_bundle(folder: Path) -> Path:
 
 
 def bundles_in(folder: Path) -> list[Path]:
-    """Return the bundles ``step-N`` in ``folder``, oldest first."""
-    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+    """Return the bundles ``step-N`` in ``folder``, oldest first. A bundle ``step-N.old``, which
+    ``step-N`` is replacing, comes before it.
+    """
+    found = {path: re.fullmatch(r"step-(\d+)(\.old)?", path.name) for path in folder.glob("step-*")}
+    order = {path: (int(match[1]), match[2] is None) for path, match in found.items() if match}
+    return sorted(order, key=order.__getitem__)
 
 
 def delta_folder(bundle: Path, number: int) -> Path:

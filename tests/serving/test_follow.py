@@ -102,7 +102,7 @@ def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, ro
 def test_a_bundle_is_served_until_its_replacement_is_complete(run, tmp_path):
     """A restarted run may export a step for which the folder has a bundle."""
     checkpoint, out = open_checkpoint(run / "step-12"), tmp_path / "out"
-    for name in ("step-12/deltas", ".new", ".old"):  # the last two are of an interrupted export
+    for name in ("step-12/deltas", ".new", "step-12.old"):  # the last two: an interrupted export
         (out / name).mkdir(parents=True)
     (out / "step-12" / "model.json").write_text('{"checkpoint": "earlier"}')
 
@@ -110,7 +110,7 @@ def test_a_bundle_is_served_until_its_replacement_is_complete(run, tmp_path):
         assert (newest_bundle(out) / "model.json").read_text() == '{"checkpoint": "earlier"}'
         target.mkdir()
         (target / "model.json").write_text('{"checkpoint": "later"}')
-        assert [path.name for path in bundles_in(out)] == ["step-12"]
+        assert [path.name for path in bundles_in(out)] == ["step-12.old", "step-12"]
         if fails:
             raise CheckpointError("removed")
 
@@ -120,6 +120,28 @@ def test_a_bundle_is_served_until_its_replacement_is_complete(run, tmp_path):
     assert export_next(checkpoint, out, 0, write_base) == out / "step-12"
     assert (out / "step-12" / "model.json").read_text() == '{"checkpoint": "later"}'
     assert [path.name for path in out.rglob("*")] == ["step-12", "model.json"]
+
+
+def test_an_export_killed_while_it_replaces_a_bundle_leaves_one(run, tmp_path, monkeypatch):
+    renames = iter([Path.rename])  # killed before the second
+    checkpoint = open_checkpoint(run / "step-12")
+
+    def write_base(checkpoint, target, text='{"checkpoint": "later"}'):
+        target.mkdir(parents=True)
+        (target / "model.json").write_text(text)
+
+    def rename(path, target):
+        next(renames)(path, target)
+
+    write_base(checkpoint, tmp_path / "step-12", '{"checkpoint": "earlier"}')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(StopIteration):
+            export_next(checkpoint, tmp_path, 0, write_base)
+    assert (newest_bundle(tmp_path) / "model.json").read_text() == '{"checkpoint": "earlier"}'
+    assert export_next(checkpoint, tmp_path, 0, write_base) == tmp_path / "step-12"
+    assert (newest_bundle(tmp_path) / "model.json").read_text() == '{"checkpoint": "later"}'
+    assert [path.name for path in tmp_path.iterdir()] == ["step-12"]
 
 
 def values_of_base(bundle: Path) -> dict[str, torch.Tensor]:

@@ -140,21 +140,21 @@ def export_next(
             if growing is not None:
                 return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
-    # If the run was restarted, the target may exist. It is served until the new bundle is complete,
-    # and is then moved aside, because a folder can only replace an empty folder.
-    new, old = folder / ".new", folder / ".old"
-    for path in (new, old):  # of an interrupted export
-        shutil.rmtree(path, ignore_errors=True)
+    new = folder / ".new"
+    shutil.rmtree(new, ignore_errors=True)  # of an interrupted export
     try:
         write_base(checkpoint, new)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
     if target.exists():
+        # The run was restarted. Readers use the old bundle under its other name until the new one
+        # is in its place, because a folder can only replace an empty folder.
+        old = folder / f"{target.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     new.rename(target)
     sync_path(folder)
-    shutil.rmtree(old, ignore_errors=True)
     for bundle in bundles_in(folder):
         if bundle != target:
             shutil.rmtree(bundle)
