@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.server_processes import ServerProcesses
 from sbpflow.commands import local_servers
 from sbpflow.commands.embedding_server import embedding_server
 from sbpflow.config.parse import build
@@ -239,6 +240,10 @@ def test_local_servers_share_the_memory_and_have_a_private_secret(monkeypatch):
         sizes = [float(words[words.index("--memory-gb") + 1]) for words in commands]
     assert len(sizes) == 3
     assert sum(sizes) * 1e9 == pytest.approx(memory_bytes("cpu"), rel=1e-6)
+
+
+def test_the_servers_of_a_benchmark_have_a_private_secret(tmp_path):
+    assert ServerProcesses(tmp_path, [], []).secret_file.stat().st_mode & 0o777 == 0o600
 
 
 def serve_one(tmp_path):
