@@ -90,7 +90,7 @@ class NormOfDense(Net):
         self.of_dense = nn.BatchNorm1d(2)
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
-        return super().forward(vectors, self.of_dense(dense))
+        return super().forward(vectors, self.of_dense(input=dense))
 
 
 class TwoNames(Net):

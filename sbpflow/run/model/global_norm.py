@@ -55,13 +55,13 @@ class GlobalBatchNorm(nn.Module):
             self._bound_to = id(self)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Tensor
+        self, input: Tensor
     ) -> Tensor:
-        """Normalize this rank's rows [rows, n].
+        """Normalize this rank's rows [rows, n]. The argument has the name of torch's batch norm.
 
         In training, the statistics cover the rows of all ranks.
         """
-        x = x.to(self.running_mean.dtype)
+        x = input.to(self.running_mean.dtype)
         if not self.training:
             mean, var = self.running_mean, self.running_var
             return F.batch_norm(x, mean, var, self.weight, self.bias, eps=self.eps)
@@ -177,12 +177,16 @@ def calls_of_norms(module: nn.Module, widths: Mapping[str, int], num_dense: int)
     """
     calls: list[NormCall] = []
 
-    def record(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        needs_grad = inputs[0].requires_grad and torch.is_grad_enabled()
-        calls.append(NormCall(name, inputs[0].shape[-1], needs_grad))
+    def record(
+        name: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]
+    ) -> None:
+        x = (*args, *kwargs.values())[0]
+        calls.append(NormCall(name, x.shape[-1], x.requires_grad and torch.is_grad_enabled()))
 
     hooks = [
-        part.register_forward_pre_hook(partial(record, plain_name(name) or type(part).__name__))
+        part.register_forward_pre_hook(
+            partial(record, plain_name(name) or type(part).__name__), with_kwargs=True
+        )
         for name, part in module.named_modules()
         if isinstance(part, nn.BatchNorm1d)
     ]
