@@ -8,6 +8,7 @@ import io
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -169,7 +170,7 @@ def _read_arrow(body: bytes, max_rows: int) -> Any:
         names = table.column_names
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BodyError(f"the body is not an Arrow IPC stream ({error})") from error
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise BodyError(f"the column {twice[0]!r} occurs twice; send each column once")
     return table
 

@@ -30,7 +30,7 @@ in Polars.
 Numbers of more than ten digits after leading zeros do not match, because they cannot fit in 32 bits
 and Python refuses to convert thousands of digits.
 """
-REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+REAL_PATTERN = r" *\+?(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 NAN_PATTERN = r"(?i) *[+-]?nan"
 INFINITE_PATTERN = r"(?i) *([+-]?)inf(?:inity)?"
 KEY_PATTERNS = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}

@@ -4,6 +4,7 @@ data frames, or Arrow tables. This module needs only numpy, because it is part o
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ class RawRows:
 def _check_distinct(names: Sequence[str]) -> None:
     """Raise RowError for the first name that occurs twice."""
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise RowError(0, twice, list(names), "names this column twice; rename one of them")
 
 
@@ -168,9 +169,11 @@ def _records(text: str, quote: str) -> list[str]:
     """
     records: list[str] = []
     open_record: list[str] = []
+    is_quoted = False
     for line in text.removesuffix("\n").split("\n"):
         open_record.append(line)
-        if sum(part.count(quote) for part in open_record) % 2 == 0:
+        is_quoted ^= line.count(quote) % 2 == 1
+        if not is_quoted:
             records.append("\n".join(open_record).removesuffix("\r"))
             open_record = []
     return records + ["\n".join(open_record)] * bool(open_record)

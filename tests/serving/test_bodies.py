@@ -3,14 +3,26 @@ them.
 """
 
 import json
+import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from sbpflow.serving.bodies import ARROW, JSON, TEXT, BodyError, format_of
+from sbpflow.serving.cells import Misfit, real_number
+from sbpflow.serving.columns import RawRows, RowError
 from sbpflow.serving.inference_protocol import read_request
 
+TEXT_ROWS = RawRows(
+    {
+        "columns": [{"name": "I1", "kind": "dense", "required": True}],
+        "separator": ",",
+        "quote": '"',
+        "header": True,
+        "missing_values": [],
+    }
+)
 SCORES = np.array([0.1, 0.25], dtype=np.float32)
 
 
@@ -49,6 +61,27 @@ def test_json_rows_and_columns_are_read():
     found = json.loads(form.write(SCORES, "m", "v"))
     assert np.float32(found.pop("scores")).tolist() == SCORES.tolist()
     assert found == {"model": "m", "version": "v"}
+
+
+ODD_NAMES = [*(f"c{number}" for number in range(20_000)), "c19999"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: TEXT_ROWS.columns_of('I1,c\n1,"' + "\n" * 5_000),
+        lambda: TEXT_ROWS.columns_of(",".join(ODD_NAMES)),
+        lambda: real_number("1" * 50_000 + "x"),
+        lambda: format_of(ARROW).read(stream(pa.table([[1]] * 10_001, ODD_NAMES[-10_001:])), 1),
+    ],
+    ids=["open quote", "repeated name", "number", "repeated name in Arrow"],
+)
+def test_a_bad_body_is_refused_in_linear_time(read):
+    """Otherwise, a request of a few kilobytes could occupy a worker for minutes."""
+    began = time.process_time()
+    with pytest.raises((RowError, BodyError, Misfit)):
+        read()
+    assert time.process_time() - began < 1.0
 
 
 def test_every_bit_of_a_score_is_written():
