@@ -38,7 +38,7 @@ STEPS, BATCH = 5, 64
 
 
 class Own(nn.Module):
-    """A user's module with a buffer and several kinds of layers and functions."""
+    """A user's module with buffers and several kinds of layers and functions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,10 +47,12 @@ class Own(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.last = nn.Linear(8, 1)
         self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
+        self.register_buffer("order", torch.arange(8, dtype=torch.int16))
+        self.register_buffer("mask", torch.ones(8, dtype=torch.int8))
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         x = torch.cat([vectors["all"], vectors["summed"], dense.clamp(-3, 3)], 1)
-        x = nn.functional.gelu(self.first(x)) * self.scale
+        x = nn.functional.gelu(self.first(x))[:, self.order.long()] * self.scale * self.mask
         x = self.norm(x + torch.softmax(self.attention(x), 1).masked_fill(x > 3, 0.0))
         return self.last(x.unsqueeze(1).expand(-1, 2, -1).mean(1)).squeeze(1)
 
