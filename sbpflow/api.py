@@ -201,16 +201,17 @@ class Run:
         *,
         rows: str = "as_trained",
         score: str | Path | None = None,
-        split: str = "test",
+        split: str | None = None,
         pt2: bool = False,
         compiled: bool = False,
         onnx: bool = False,
     ) -> list[Path]:
         """Write the model as a bundle, like ``sbpflow export``, and return the paths of its files.
 
-        ``score`` is a labeled prepared set on which the bundle is evaluated; it is required if
-        ``rows`` stores the table rows in lower precision. ``pt2``, ``compiled`` and ``onnx`` add
-        optional files.
+        ``score`` is a labeled prepared set on which the bundle is evaluated, by default the run's
+        set if it exists and has test rows. ``split`` names the split to score, by default "test".
+        Rows to score are required if ``rows`` stores the table rows in lower precision. ``pt2``,
+        ``compiled`` and ``onnx`` add optional files.
         """
         checkpoint, config = self._checkpoint()
         return export_model(

@@ -414,23 +414,23 @@ def test_a_run_without_checkpoints_has_only_its_result(tmp_path):
 
 def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
     rows(3000).to_csv(tmp_path / "clicks.csv", index=False)
-    text = {**SCHEMA, "separator": ",", "header": True}
-    (tmp_path / "schema.yaml").write_text(json.dumps(text))
+    (tmp_path / "schema.yaml").write_text(json.dumps({**SCHEMA, "separator": ",", "header": True}))
     words = ["--input", tmp_path / "clicks.csv", "--schema", tmp_path / "schema.yaml"]
-    words += ["--output", tmp_path / "set"]
+    words += ["--output", tmp_path / "set", "--split", "time:.9,.1,0"]
     assert data_main(["prepare", *map(str, words), "--min-count", "1"]) == 0
     here = sbpflow.fit(CONFIG, data=tmp_path / "set", run={"dir": tmp_path / "here"})
     there = sbpflow.fit(
         CONFIG,
         data=str(tmp_path / "clicks.csv"),
         schema=tmp_path / "schema.yaml",
-        prepare={"min_count": 1, "keep_strings": False, "hash_size": None},
+        prepare={"min_count": 1, "keep_strings": False, "hash_size": None, "split": "time:.9,.1,0"},
         run={"dir": tmp_path / "there"},
     )
     assert events(here.dir) == events(there.dir)
     assert here.evaluate(tmp_path / "set", split="val")["auc"] == pytest.approx(
         here.result["val_auc"], abs=1e-6
     )
+    here.export(tmp_path / "model")  # not scored, because the set has no test rows
     with pytest.raises(ConfigError, match=r"^split: val needs a prepared set, .* remove split"):
         here.predict(rows(10), split="val")
     with pytest.raises(ConfigError, match=r"^max_bad_fraction: 0\.5 needs raw rows"):
