@@ -115,7 +115,8 @@ class MetricsWriter:
 
 def _cut(file: TextIOWrapper, length: int) -> None:
     """Truncate the file to ``length`` bytes, which removes the lines written after the
-    checkpoint.
+    checkpoint. If the file is shorter, only an incomplete last line is removed, so that the next
+    line does not continue it.
     """
     size = file.seek(0, io.SEEK_END)
     if size < length:
@@ -125,7 +126,7 @@ def _cut(file: TextIOWrapper, length: int) -> None:
             size,
             length,
         )
-        return
+        length = Path(file.name).read_bytes().rfind(b"\n") + 1
     file.truncate(length)
     file.seek(length)
 

@@ -219,6 +219,13 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text("")
     MetricsWriter(tmp_path, rank=0, resumed=(1, length)).close()
     assert re.search(f"metrics.jsonl has 0 bytes.* {length} at", caplog.text)
+    # After a power failure, the file may end within a line.
+    (tmp_path / "metrics.jsonl").write_text(f"{lines[0]}\n{lines[1][:9]}")
+    writer = MetricsWriter(tmp_path, rank=0, resumed=(1, 3 * length))
+    writer.write("step", {"step": 3})
+    writer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
 
 
 def test_lines_are_valid_json_even_for_nan(tmp_path):
