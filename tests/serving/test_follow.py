@@ -102,7 +102,7 @@ def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, ro
 def test_a_bundle_is_served_until_its_replacement_is_complete(run, tmp_path):
     """A restarted run may export a step for which the folder has a bundle."""
     checkpoint, out = open_checkpoint(run / "step-12"), tmp_path / "out"
-    for name in ("step-12/deltas", ".new", "step-12.old"):  # the last two: an interrupted export
+    for name in ("step-12/deltas", ".new", ".old", "step-12.old"):  # of an interrupted export
         (out / name).mkdir(parents=True)
     (out / "step-12" / "model.json").write_text('{"checkpoint": "earlier"}')
 
@@ -142,6 +142,24 @@ def test_an_export_killed_while_it_replaces_a_bundle_leaves_one(run, tmp_path, m
     assert export_next(checkpoint, tmp_path, 0, write_base) == tmp_path / "step-12"
     assert (newest_bundle(tmp_path) / "model.json").read_text() == '{"checkpoint": "later"}'
     assert [path.name for path in tmp_path.iterdir()] == ["step-12"]
+
+
+def test_a_bundle_of_a_higher_step_is_removed_at_once(run, tmp_path, monkeypatch):
+    def write_base(checkpoint, target):
+        target.mkdir(parents=True)
+        (target / "model.json").write_text("{}")
+
+    def killed(path, ignore_errors=False):
+        if path.exists():
+            (path / "model.json").unlink()
+            raise KeyboardInterrupt
+
+    write_base(None, tmp_path / "step-20")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_next(open_checkpoint(run / "step-12"), tmp_path, 0, write_base)
+    assert newest_bundle(tmp_path).name == "step-12"
 
 
 def values_of_base(bundle: Path) -> dict[str, torch.Tensor]:

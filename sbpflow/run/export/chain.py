@@ -140,8 +140,9 @@ def export_next(
             if growing is not None:
                 return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
-    new = folder / ".new"
-    shutil.rmtree(new, ignore_errors=True)  # of an interrupted export
+    new, removed = folder / ".new", folder / ".old"
+    for path in (new, removed):  # of an interrupted export
+        shutil.rmtree(path, ignore_errors=True)
     try:
         write_base(checkpoint, new)
     except BaseException:
@@ -157,7 +158,9 @@ def export_next(
     sync_path(folder)
     for bundle in bundles_in(folder):
         if bundle != target:
-            shutil.rmtree(bundle)
+            # Its step may be higher, so a reader would try to load what is left of it.
+            bundle.rename(removed)
+            shutil.rmtree(removed)
     return target
 
 
