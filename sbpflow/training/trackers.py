@@ -52,7 +52,16 @@ def open_trackers(config: Config, run: str, resumed_step: int | None) -> list[Tr
     A resumed run continues the run that the trackers store under the ID ``run``. Raises ConfigError
     if a tracker cannot start, for example because its server does not respond.
     """
-    return [_open(name, config, run, resumed_step) for name in config.train.trackers]
+    opened: list[Tracker] = []
+    try:
+        for name in config.train.trackers:
+            opened.append(_open(name, config, run, resumed_step))
+    except BaseException as error:
+        # MLflow would keep the run active and make it the parent of later runs of this process.
+        for tracker in opened:
+            tracker.close(status_of(type(error)))
+        raise
+    return opened
 
 
 def status_of(error: type[BaseException] | None) -> Status:

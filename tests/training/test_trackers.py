@@ -45,6 +45,24 @@ def test_a_missing_package_is_rejected_before_the_run_starts(synth_set, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tracker_that_cannot_start_ends_the_trackers_before_it(monkeypatch):
+    class Tracker:
+        def close(self, status):
+            closed.append(status)
+
+    def start(name, *_):
+        if name == "wandb":
+            raise ConfigError("wandb cannot start")
+        return Tracker()
+
+    closed = []
+    monkeypatch.setattr(trackers, "_open", start)
+    config = load_config(CONFIG, ["train.trackers=[mlflow, wandb]"], models=MODELS)
+    with pytest.raises(ConfigError, match="wandb cannot start"):
+        trackers.open_trackers(config, "run", None)
+    assert closed == ["FAILED"]
+
+
 def test_without_trackers_no_package_is_imported(synth_set, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "import_module", None)
     assert run(synth_set, tmp_path, "train.max_steps=1") == 0
