@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -72,11 +73,15 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
+        # The call that this signal interrupts, such as the loading of a bundle, can take minutes.
+        self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
         for pid in self._workers:
-            # The worker has not been reaped, so its pid cannot belong to another process.
-            os.kill(pid, number)
+            # A worker is reaped just before it is removed here, so its pid cannot belong to another
+            # process yet.
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _replace_dead(self) -> bool:
         """Reap workers that have ended and, unless the server is stopping, replace them.

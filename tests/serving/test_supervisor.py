@@ -20,7 +20,7 @@ def say(text):
 def work(number):
     if sys.argv[1] == "fails":
         raise RuntimeError("no worker works")
-    if sys.argv[1] == "works":
+    if sys.argv[1] in ("works", "loads"):
         signal.signal(signal.SIGTERM, lambda *_: (say(f"end {number}"), os._exit(0)))
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -28,8 +28,17 @@ def work(number):
     while True:
         time.sleep(1)
 
-between = lambda: say("between") if sys.argv[1] == "between" else None
-sys.exit(Supervisor(work, 2, lambda: say("restart"), between, 0.1).run(float(sys.argv[2])))
+def between():
+    if sys.argv[1] == "between":
+        say("between")
+    elif sys.argv[1] == "loads":
+        os.kill(os.getpid(), signal.SIGTERM)
+        for pid, _ in list(supervisor._workers.items()):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        say("loaded")
+
+supervisor = Supervisor(work, 2, lambda: say("restart"), between, 0.1)
+sys.exit(supervisor.run(float(sys.argv[2])))
 """
 
 
@@ -64,6 +73,12 @@ def test_the_supervisor_works_between_replacements():
             pass
         process.terminate()
         output_of(process, 20)
+        assert process.returncode == 0
+
+
+def test_the_workers_end_before_the_work_that_a_signal_interrupts():
+    with start("loads") as process:
+        assert output_of(process, 20).splitlines()[-1] == "loaded"
         assert process.returncode == 0
 
 
