@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data.engine import add_engine, engine_options
-from sbpflow.data.format.manifest import Manifest, load_manifest
+from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.remote import input_path, size_of
@@ -349,7 +349,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> Manifest | None:
     def make(folder: Path) -> Manifest | None:
         return args.run(argparse.Namespace(**{**vars(args), "output": folder}))
 
-    return make_remote(args.output, words, args.input, make, overwrite=args.overwrite)
+    others: list[AnyPath] = [] if args.like is None else [args.like / MANIFEST]
+    others += [] if (schema := getattr(args, "schema", None)) is None else [schema]
+    return make_remote(args.output, words, args.input, others, make, overwrite=args.overwrite)
 
 
 def _main(argv: list[str] | None) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
-from sbpflow.data.prepare.remote import InputPath
-from sbpflow.data.prepare.source import find_inputs
+from sbpflow.data.prepare.remote import InputPath, size_of, version
+from sbpflow.data.prepare.source import check_exists
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import parse_json
@@ -29,28 +29,32 @@ def make_remote(
     url: RemotePath,
     words: Sequence[str],
     inputs: Sequence[InputPath],
+    others: Sequence[InputPath],
     make: Callable[[Path], Manifest | None],
     *,
     overwrite: bool,
 ) -> Manifest:
     """Make the set at ``url`` and return its manifest.
 
-    ``make`` makes the set in a local folder. ``words`` are the arguments of the command; an upload
-    is resumed only if the arguments and the inputs are the same. Raises ConfigError if a set
-    already exists at the URL, unless ``overwrite`` is true.
+    ``make`` makes the set in a local folder. ``words`` are the arguments of the command, and
+    ``others`` are the files that it reads in addition to the inputs; an upload is resumed only if
+    the arguments and all files are the same. Raises ConfigError if a set already exists at the URL,
+    unless ``overwrite`` is true.
     """
     if (url / MANIFEST).exists() and not overwrite:
         raise ConfigError(f"--output {url}: a set already exists; use --overwrite to replace it")
+    check_exists(inputs)
+    plan = _plan(words, (*inputs, *others))
     name = f"{url.name}-{hashlib.sha256(url.url.encode()).hexdigest()[:12]}"
     folder = cache_dir() / "prepare" / name
     make_private(folder)
     local, journal = folder / "set", folder / _JOURNAL
-    done = _uploaded(local, journal, words, inputs)
+    done = _uploaded(local, journal, plan)
     if done is None:
         shutil.rmtree(local, ignore_errors=True)
         journal.unlink(missing_ok=True)
         make(local)
-        journal.write_text(json.dumps(list(words)) + "\n", encoding="ascii")
+        journal.write_text(json.dumps(plan) + "\n", encoding="ascii")
         done = []
     else:
         _LOG.info("resuming the upload of the set in %s", local)
@@ -68,18 +72,21 @@ def make_remote(
     return load_manifest(url, "--output")
 
 
-def _uploaded(
-    local: Path, journal: Path, words: Sequence[str], inputs: Sequence[InputPath]
-) -> list[str] | None:
+def _plan(words: Sequence[str], paths: Sequence[InputPath]) -> str:
+    """Return a digest of the arguments, and of the versions of all files at ``paths``."""
+    entries = (entry for path in paths for entry in (path.iterdir() if path.is_dir() else [path]))
+    files = sorted((*map(str, version(f)), size_of(f)) for f in entries if f.is_file())
+    return hashlib.sha256(json.dumps([list(words), files]).encode()).hexdigest()
+
+
+def _uploaded(local: Path, journal: Path, plan: str) -> list[str] | None:
     """Return the files of a complete local set that are already uploaded, or None if the local set
-    is missing, incomplete, or made by another command or from other inputs.
+    is missing, incomplete, or made by another command or from other files.
     """
     try:
         lines = journal.read_text(encoding="ascii").splitlines()
-        manifest = load_manifest(local, "--output")
+        load_manifest(local, "--output")
         given, *done = [parse_json(line) for line in lines]
     except (FileNotFoundError, DataError, ValueError):
         return None
-    now = [{"name": each.path.name, "bytes": each.num_bytes} for each in find_inputs(inputs)]
-    same = given == list(words) and manifest.content.get("inputs") == now
-    return list(map(str, done)) if same else None
+    return list(map(str, done)) if given == plan else None

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sbpflow.data import load_manifest
+from sbpflow.data import load_manifest, remote_output
 from sbpflow.data.__main__ import main
 from sbpflow.data.prepare.source import find_inputs, read_piece
 from sbpflow.runtime.files import remote_path
@@ -80,6 +80,44 @@ def test_an_interrupted_upload_continues(s3, inputs, cache, tmp_path, capsys):
     local = run_prepare(tmp_path / "set", *inputs, piece_bytes=32 << 20, max_bad_fraction=0.001)
     assert load_manifest(SET).fingerprint == local.fingerprint
     assert main(["verify", str(SET)]) == 0
+
+
+@pytest.mark.parametrize("changed", ["nothing", "rows", "schema", "like"])
+def test_an_upload_continues_only_if_no_file_has_changed(
+    cache, tmp_path, monkeypatch, caplog, changed
+):
+    rows, schema, old = (tmp_path / name for name in ("rows.csv", "schema.yaml", "old"))
+    url = RemotePath(f"memory://continued/{changed}")
+
+    def write_values(value):
+        rows.write_text("click,c\n" + "".join(f"{n % 2},{value}{n % 3}\n" for n in range(60)))
+
+    def write_schema(kind):
+        lines = ("separator: ','", "header: true", "label: click", f"sparse: {{c: {kind}}}")
+        schema.write_text("\n".join(lines))
+
+    def run(output, *options):
+        return main(["prepare", "--input", str(rows), "--output", str(output), *options])
+
+    write_values("1")
+    write_schema("string")
+    assert run(old, "--schema", str(schema)) == 0
+    options = ("--like", str(old)) if changed == "like" else ("--schema", str(schema))
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_output, "upload", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(url.url, *options)
+    if changed == "rows":
+        write_values("2")
+    elif changed == "schema":
+        write_schema("integer")
+    elif changed == "like":
+        assert run(old, "--schema", str(schema), "--seed", "8", "--overwrite") == 0
+    caplog.set_level("INFO")
+    assert run(url.url, *options) == 0
+    assert ("resuming the upload" in caplog.text) == (changed == "nothing")
+    assert run(tmp_path / "set", *options) == 0
+    assert load_manifest(url).fingerprint == load_manifest(tmp_path / "set").fingerprint
 
 
 @pytest.mark.slow
