@@ -10,7 +10,6 @@ import polars as pl
 
 from sbpflow.data.format.schema import CRITEO, CSV_SEPARATORS, SEPARATORS
 from sbpflow.data.prepare.cells import REAL_PATTERN
-from sbpflow.data.prepare.csv_text import is_utf8
 from sbpflow.data.prepare.source import Input, open_text
 from sbpflow.data.prepare.tables import plain_types, table_columns, table_head
 from sbpflow.errors import ConfigError, DataError
@@ -38,7 +37,7 @@ def needs_schema(source: Input) -> bool:
     if source.is_table:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
-    text = _head(source, 1 << 20)
+    text = _head(source, 1 << 20, errors="replace")  # ``prepare`` skips lines with broken encoding
     if text.partition("\n")[0].count("\t") + 1 == len(CRITEO.columns):
         return False
     return _separator(text) is not None
@@ -75,15 +74,21 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
     return Sample(pl.concat(frames, how="diagonal"), names, separator, quote)
 
 
-def _head(source: Input, num_bytes: int) -> str:
-    """Return the complete lines in the first ``num_bytes`` bytes of a text file."""
+def _head(source: Input, num_bytes: int, errors: str = "strict") -> str:
+    """Return the complete lines in the first ``num_bytes`` bytes of a text file.
+
+    ``errors`` is the error handler for bytes that are not UTF-8 text.
+    """
     with open_text(source.path) as text:
         raw = text.file.read(num_bytes)
     if len(raw) == num_bytes:
         raw = raw[: raw.rfind(b"\n") + 1]
-    if not is_utf8(raw):
-        raise DataError(f"{source.path}: the first rows are not UTF-8 text; convert the file")
-    return raw.decode().replace("\r\n", "\n")
+    try:
+        return raw.decode(errors=errors).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source.path}: the first rows are not UTF-8 text; convert the file"
+        ) from error
 
 
 def _separator(text: str) -> str | None:

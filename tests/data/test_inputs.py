@@ -384,6 +384,14 @@ def test_blank_lines_are_counted_separately(tmp_path):
     assert manifest.content["lines"] == 23
 
 
+def test_a_line_with_broken_encoding_is_skipped(tmp_path, source):
+    broken = b"\t".join([*(cell.encode() for cell in ROWS[0][:-1]), b"\xff1234567"])
+    (tmp_path / "rows.tsv").write_bytes(broken + b"\n" + source.read_bytes())
+    words = ["--input", str(tmp_path / "rows.tsv"), "--output", str(tmp_path / "set")]
+    assert main(["prepare", *words, "--max-bad-fraction", "0.01"]) == 0
+    assert load_manifest(tmp_path / "set").content["bad_lines"] == {"broken encoding": 1}
+
+
 def test_the_message_for_many_bad_lines_names_the_given_limit(tmp_path, capsys):
     path = tmp_path / "rows.tsv"
     path.write_text("x\n" * 12_000)
