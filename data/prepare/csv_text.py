@@ -71,21 +71,8 @@ def parse_table(
     for _ in range(skip):
         header, text = split_record(text, schema.quote)
         num_extra += max(header.count(b"\n") - 1, 0)
-    quoted = schema.quote is not None and schema.quote.encode() in text
-    if b"\r" in text and not quoted:  # inside quotes, \r is part of the cell
-        text = text.replace(b"\r\n", b"\n")
-    if text and not text.endswith(b"\n"):
-        text += b"\n"
-    numbers: list[int] | None = None
     bad = BadLines()
-    num_lines = count_byte(text, "\n")
-    if not _is_clean(text, num_lines, len(columns), schema):
-        text, numbers, num_lines = _sort_out(text, len(columns), schema, bad)
-    frame = _cells(text, columns, schema)
-    if numbers is not None and len(frame) != len(numbers):
-        raise DataError(
-            f"{len(numbers)} records were parsed as {len(frame)} rows; this is a bug in sbpflow"
-        )
+    frame, numbers, num_lines = read_records(text, columns, schema, bad)
 
     def raw_row(row: int) -> bytes:
         cells = (cell or "" for cell in frame.row(row))
@@ -101,6 +88,32 @@ def parse_table(
         for row, reason, line, cell in sorted(bad.examples)[:5]
     ]
     return replace(piece, bad=bad)
+
+
+def read_records(
+    text: bytes, columns: tuple[str, ...], schema: Schema, bad: BadLines
+) -> tuple[pl.DataFrame, list[int] | None, int]:
+    """Return the cells of the good records, as strings, in the columns that the schema uses; add
+    all other records to ``bad``.
+
+    Also return the line number at which each good record starts (None if every line is a good
+    record), and the total number of records.
+    """
+    quoted = schema.quote is not None and schema.quote.encode() in text
+    if b"\r" in text and not quoted:  # inside quotes, \r is part of the cell
+        text = text.replace(b"\r\n", b"\n")
+    if text and not text.endswith(b"\n"):
+        text += b"\n"
+    numbers: list[int] | None = None
+    num_lines = count_byte(text, "\n")
+    if not _is_clean(text, num_lines, len(columns), schema):
+        text, numbers, num_lines = _sort_out(text, len(columns), schema, bad)
+    frame = _cells(text, columns, schema)
+    if numbers is not None and len(frame) != len(numbers):
+        raise DataError(
+            f"{len(numbers)} records were parsed as {len(frame)} rows; this is a bug in sbpflow"
+        )
+    return frame, numbers, num_lines
 
 
 def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> bool:
@@ -210,7 +223,7 @@ def _cells(text: bytes, columns: tuple[str, ...], schema: Schema) -> pl.DataFram
     used = [name for name in schema.used if name in columns]
     if not text:
         return pl.DataFrame(schema=dict.fromkeys(used, pl.String))
-    return _read(text, columns, schema).select(used)
+    return _read(text, columns, schema)[used]  # unlike ``select``, this reads no patterns in names
 
 
 def _read(text: bytes, columns: tuple[str, ...], schema: Schema) -> pl.DataFrame:

@@ -227,7 +227,8 @@ def _split(column: ColumnFacts) -> str:
         _moment(column, place).replace(" ", "T") if column.kind == "date" else str(place)
         for place in places
     ]
-    return f'--split "time:{column.name}<{texts[0]},{column.name}<{texts[1]}"'
+    name = repr(column.name)[1:-1]
+    return f'--split "time:{name}<{texts[0]},{name}<{texts[1]}"'
 
 
 def _features(columns: Sequence[ColumnFacts]) -> list[str]:

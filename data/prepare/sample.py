@@ -8,8 +8,10 @@ from pathlib import Path
 
 import polars as pl
 
-from sbpflow.data.format.schema import CRITEO, CSV_SEPARATORS, SEPARATORS
+from sbpflow.data.format.schema import CRITEO, CSV_SEPARATORS, SEPARATORS, Kind, Schema
 from sbpflow.data.prepare.cells import REAL_PATTERN
+from sbpflow.data.prepare.csv_text import read_records, split_cells, split_record
+from sbpflow.data.prepare.piece import BadLines
 from sbpflow.data.prepare.source import Input, open_text
 from sbpflow.data.prepare.tables import plain_types, table_columns, table_head
 from sbpflow.errors import ConfigError, DataError
@@ -18,7 +20,7 @@ MAX_ROWS = 100_000
 _MAX_FILES = 8
 _MAX_BYTES = 16 << 20
 _FIRST_LINES = 50
-_QUOTED = re.compile(r'"(?:[^"]|"")*"')
+_QUOTE = '"'
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
             f"{chosen[0].path}: the first line is not a list of column names; list the columns in "
             "a --schema file (docs/data.md)"
         )
+    quote = _quote("\n".join(texts), separator)
     frames = [
-        _cells(source, text, separator, MAX_ROWS // count)
+        _cells(source, text, separator, quote, MAX_ROWS // count)
         for source, text in zip(chosen, texts, strict=True)
     ]
-    quote = separator in CSV_SEPARATORS or any('"' in text for text in texts)
-    return Sample(pl.concat(frames, how="diagonal"), names, separator, quote)
+    return Sample(pl.concat(frames, how="diagonal"), names, separator, quote is not None)
 
 
 def _head(source: Input, num_bytes: int, errors: str = "strict") -> str:
@@ -95,42 +97,94 @@ def _separator(text: str) -> str | None:
     """Return the separator that splits the header and at least 90% of the first rows into the same
     number of cells, or None.
     """
-    lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
-    lines = [line for line in lines if line]
+    first = "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])
     best, most = None, 1
     for mark in SEPARATORS:
+        lines = [line for line in _quoted(mark).sub("q", first).split("\n") if line]
         counts = [line.count(mark) + 1 for line in lines]
         if counts and counts[0] > most and counts.count(counts[0]) >= 0.9 * len(counts):
             best, most = mark, counts[0]
-    return best if best is not None and _are_names(_names(text, best)) else None
+    if best is None:
+        return None
+    names, _ = _names(text, best, _quote(first, best))
+    return best if _are_names(names) else None
 
 
-def _names(text: str, separator: str) -> list[str]:
-    line = text.partition("\n")[0].encode()
-    row = pl.read_csv(io.BytesIO(line), has_header=False, separator=separator, infer_schema=False)
-    return [cell or "" for cell in row.row(0)]
+def _quoted(separator: str) -> re.Pattern[str]:
+    """Return a pattern that matches quotes around a whole cell, with the cell."""
+    end = f"[\n{re.escape(separator)}]"
+    return re.compile(f'(?:^|(?<={end}))"(?:[^"]|"")*+"(?={end}|$)')
+
+
+def _quote(text: str, separator: str) -> str | None:
+    """Return the quote character, or None if no quote in the text encloses a whole cell. CSV may
+    have quotes after the sample.
+    """
+    if _QUOTE not in text:
+        return _QUOTE if separator in CSV_SEPARATORS else None
+    return _QUOTE if _quoted(separator).search(text) else None
+
+
+def _schema(names: tuple[str, ...], separator: str, quote: str | None) -> Schema:
+    """Return a schema that reads all columns as strings."""
+    label, *sparse = names or ("",)
+    kinds: tuple[Kind, ...] = ("string",) * len(sparse)
+    return Schema(
+        columns=names,
+        label=label,
+        dense=(),
+        sparse=tuple(sparse),
+        kinds=kinds,
+        separator=separator,
+        quote=quote,
+    )
+
+
+def _names(text: str, separator: str, quote: str | None) -> tuple[tuple[str, ...], bytes]:
+    """Return the column names in the first record, and the text after that record. There are no
+    names if a quote in the first record does not enclose a whole cell.
+    """
+    record, body = split_record(text.encode(), quote)
+    try:
+        names = split_cells(record.decode().rstrip("\n"), _schema((), separator, quote))
+    except pl.exceptions.PolarsError:
+        return (), body
+    return tuple(names), body
 
 
 def _are_names(cells: Sequence[str]) -> bool:
-    return all(cell and not re.fullmatch(REAL_PATTERN, cell) for cell in cells)
+    return bool(cells) and all(cell and not re.fullmatch(REAL_PATTERN, cell) for cell in cells)
 
 
-def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFrame:
-    names, body = _names(text, separator), text.partition("\n")[2]
+def _cells(
+    source: Input, text: str, separator: str, quote: str | None, num_rows: int
+) -> pl.DataFrame:
+    names, body = _names(text, separator, quote)
+    if not names:
+        raise DataError(
+            f"{source.path}: a quote in the first line does not enclose a whole cell; correct this "
+            "list of column names"
+        )
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(
             f"{source.path}: the header contains {twice[0]!r} twice; rename one of the columns"
         )
-    while body.count('"') % 2:  # the end of the sample may cut off a quoted cell
-        body = body[: body.rfind('"')]
-        body = body[: body.rfind("\n") + 1]
+    while quote and body.count(b'"') % 2:  # the end of the sample may cut off a quoted cell
+        body = body[: body.rfind(b'"')]
+        body = body[: body.rfind(b"\n") + 1]
     if not body:
         raise DataError(f"{source.path} has no rows after the line of column names")
-    return pl.read_csv(
-        io.BytesIO(body.encode()),
-        has_header=False,
-        separator=separator,
-        schema=dict.fromkeys(names, pl.String),
-        n_rows=num_rows,
-        truncate_ragged_lines=True,
-    ).with_columns(pl.all().replace("", None))
+    try:
+        frame = pl.read_csv(
+            io.BytesIO(body),
+            has_header=False,
+            separator=separator,
+            quote_char=quote,
+            schema=dict.fromkeys(names, pl.String),
+            n_rows=num_rows,
+            truncate_ragged_lines=True,
+        )
+    except pl.exceptions.PolarsError:  # a record has bad quotes; ``prepare`` also skips it
+        schema = _schema(names, separator, quote)
+        frame = read_records(body, names, schema, BadLines())[0].head(num_rows)
+    return frame.with_columns(pl.all().replace("", None))

@@ -209,6 +209,35 @@ def test_other_separators_and_quotes_at_the_end_of_the_sample(tmp_path, monkeypa
     assert "time: day" in text
 
 
+def test_names_may_contain_line_breaks(tmp_path):
+    days = [f"{n // 3},v{n % 3},2024-05-{31 - n % 30:02},{n % 2}" for n in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(['n,c,"the\nday","cli\ncked"', *days]) + "\n")
+    text = propose([tmp_path / "t.csv"]).text
+    assert '\nlabel: "cli\\ncked"  # guess' in text
+    assert '\ntime: "the\\nday"  # guess' in text
+    assert '--split "time:the\\nday<2024-05-' in text
+    words = ["--input", tmp_path / "t.csv", "--output", tmp_path / "set", "--schema", "auto"]
+    assert main(["prepare", *map(str, words)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "quote", "line"),
+    [
+        (['{}\t{}" wide', '{}\t"s{}'], False, "title: string  # 6 values"),
+        (['{},{}" wide', "{},{}"], False, "title: string  # 6 values"),
+        (['{},"{},5"', '{},{}" wide', '{},"{}'], True, "title: {transform: standardise"),
+    ],
+)
+def test_quotes_that_do_not_enclose_whole_cells(tmp_path, rows, quote, line):
+    header = "clicked\ttitle" if "\t" in rows[0] else "clicked,title"
+    lines = [rows[0].format(n % 2, n % 3) for n in range(57)]
+    lines[50:] = [row.format(n % 2, n % 3) for n in range(3) for row in rows]
+    (tmp_path / "t.csv").write_text("\n".join([header, *lines]) + "\n")
+    text = propose([tmp_path / "t.csv"]).text
+    assert ("quote: '\"'" in text) == quote
+    assert line in text
+
+
 def test_rows_come_from_several_files(tmp_path):
     for number in range(12):
         (tmp_path / f"day_{number}").write_text("click,c\n" + f"{number % 2},v{number}\n" * 30)
@@ -224,6 +253,7 @@ def test_rows_come_from_several_files(tmp_path):
         ("a,a\n1,2\n", DataError, "the header contains 'a' twice; rename one of the columns"),
         ("a,b\n", DataError, "has no rows after the line of column names"),
         ("", DataError, "the first line is not a list"),
+        ('"a"b,"c"\n1,2\n', DataError, "the first line is not a list"),
     ],
 )
 def test_a_table_without_usable_names_is_refused(tmp_path, text, error, message):
