@@ -59,7 +59,7 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         )
     if chosen[0].is_table:
         frames = [table_head(source.path, MAX_ROWS // count) for source in chosen]
-        frame = plain_types(pl.concat(frames, how="diagonal_relaxed"))
+        frame = plain_types(_joined(frames, names))
         return Sample(frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)), names)
     texts = [_head(source, _MAX_BYTES // count) for source in chosen]
     separator = _separator(texts[0])
@@ -74,6 +74,21 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         for source, text in zip(chosen, texts, strict=True)
     ]
     return Sample(pl.concat(frames, how="diagonal"), names, separator, quote is not None)
+
+
+def _joined(frames: Sequence[pl.DataFrame], names: Sequence[str]) -> pl.DataFrame:
+    try:
+        return pl.concat(frames, how="diagonal_relaxed")
+    except pl.exceptions.PolarsError as error:
+        kinds: dict[str, dict[str, None]] = {}
+        for frame in frames:
+            for name, kind in frame.schema.items():
+                kinds.setdefault(name, {})[str(kind)] = None
+        differ = [f"{name} ({', '.join(of)})" for name, of in kinds.items() if len(of) > 1]
+        raise DataError(
+            f"{', '.join(names)}: the types of a column differ: {'; '.join(differ)}; write each "
+            "column with the same type in all files"
+        ) from error
 
 
 def _head(source: Input, num_bytes: int, errors: str = "strict") -> str:
