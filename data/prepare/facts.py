@@ -92,7 +92,7 @@ def column_facts(frame: pl.DataFrame) -> list[ColumnFacts]:
 
 
 def _facts(cells: pl.Series) -> ColumnFacts:
-    values = cells.drop_nulls()
+    values = cells.alias("").drop_nulls()  # Polars would read a name such as ^a$ as a pattern
     missing = 1 - len(values) / max(len(cells), 1)
     kind = _kind(values)
     values, is_list = kind.values, kind.kind == "list"
@@ -125,14 +125,20 @@ def _kind(values: pl.Series) -> _Kind:
     if kind.is_integer():
         return _Kind("integer", values)
     if kind.is_float():
-        if bool((values == values.floor()).all()):
-            return _Kind("integer", values.cast(pl.Int64, strict=False))
+        whole = values.cast(pl.Int64, strict=False)
+        if whole.null_count() == 0 and bool((whole == values).all()):
+            return _Kind("integer", whole)
         return _Kind("real", values)
     if kind == pl.Date or isinstance(kind, pl.Datetime):
         return _Kind("date", values.cast(pl.Datetime("us")).cast(pl.Int64))
-    if isinstance(kind, pl.List) and not kind.inner.is_nested() and not kind.inner.is_float():
-        return _Kind("list", values)
+    if isinstance(kind, pl.List | pl.Array) and _can_be_listed(kind.inner):
+        values = values.arr.to_list() if isinstance(kind, pl.Array) else values
+        return _Kind("list" if values.list.len().max() else "empty", values)
     return _Kind("other", values)
+
+
+def _can_be_listed(kind: pl.DataType) -> bool:
+    return kind.is_integer() or kind in (pl.String, pl.Boolean, pl.Null)
 
 
 def _text_kind(texts: pl.Series) -> _Kind:
@@ -178,7 +184,7 @@ def missing_texts(frame: pl.DataFrame) -> list[str]:
     """Return the strings that mark missing cells, such as NA, in columns of numbers or dates."""
     found: dict[str, None] = {}
     for cells in frame.select(pl.col(pl.String)).get_columns():
-        texts = cells.drop_nulls()
+        texts = cells.alias("").drop_nulls()
         is_missing = texts.is_in(_MISSING)
         others = texts.filter(~is_missing)
         if len(others) < len(texts) and _kind(others).kind in ("integer", "real", "date"):

@@ -24,6 +24,7 @@ from sbpflow.data.numbers import epoch_unit
 from sbpflow.data.prepare.facts import ColumnFacts, column_facts, missing_texts, of_words
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
+from sbpflow.data.prepare.schema_file import MAX_VALUES
 from sbpflow.data.prepare.source import find_inputs
 from sbpflow.errors import ConfigError
 
@@ -176,7 +177,7 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
     if column.kind == "boolean" and column.distinct == 2:
         return name, _share(values.str.to_lowercase().is_in(["true", "1", "1.0"]))
     if column.kind == "text" and column.distinct == 2:
-        rare = str(values.value_counts(sort=True)[column.name][1])
+        rare = str(values.value_counts(sort=True)[values.name][1])
         value = json.dumps(rare, ensure_ascii=False)
         value = f"[{value}]" if comparison(rare) or is_wrong_comparison(rare) else value
         return f"{{{name}: {value}}}", _share(values == rare)
@@ -283,7 +284,11 @@ def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:
         kind = f"{column.values.dtype!s:.40}"
         return f"values of type {kind} cannot be read; convert them to numbers or strings"
     if column.distinct == 1:
-        return f"only the value {column.values[0]!r:.40}"
+        value = column.values[0]
+        value = value.to_list() if isinstance(value, pl.Series) else value
+        return f"only the value {value!r:.40}"
+    if column.longest > MAX_VALUES:
+        return f"lists of up to {column.longest:,} values, but the maximum is {MAX_VALUES:,}"
     if column.kind == "text" and column.is_unique:
         return f"each row has a different string{_remark(column)}"
     if PATTERN.fullmatch(column.name) or (is_sparse and not FIELD_NAME.fullmatch(column.name)):
@@ -295,7 +300,7 @@ def _list(column: ColumnFacts) -> str:
     inner: Callable[[], bool] = column.values.explode().dtype.is_integer
     kind = "integer" if inner() else "string"
     mark = f"separator: {json.dumps(column.mark)}, " if column.mark else ""
-    return f"{{kind: {kind}, {mark}max: {2 * column.longest}}}"
+    return f"{{kind: {kind}, {mark}max: {min(2 * column.longest, MAX_VALUES)}}}"
 
 
 def _transform(column: ColumnFacts) -> str:

@@ -33,7 +33,7 @@ _KEYS = (
 )
 _DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing", "decimal")
 _SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights", "vocabulary")
-_MAX_VALUES = 2**16 - 1
+MAX_VALUES = 2**16 - 1
 _MAX_BUCKETS = 4096
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -307,7 +307,7 @@ class _Reader:
         return ListColumn(
             name=name,
             separator=str(how.get("separator", "|")),
-            most=self.count(f"{place}{key}", how.get(key, 64), 1, _MAX_VALUES),
+            most=self.count(f"{place}{key}", how.get(key, 64), 1, MAX_VALUES),
             fixed="width" in how,
             beyond=cast("Any", self.choice(f"{place}beyond", how.get("beyond", "error"), BEYOND)),
             weights=None if weights is None else self.name(f"{place}weights", weights),

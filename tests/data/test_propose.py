@@ -334,3 +334,26 @@ def test_types_that_differ_between_files_are_named(tmp_path):
     message = r"day_0\.parquet, day_1\.parquet: .* differ: tags \(List\(String\), String\); write"
     with pytest.raises(DataError, match=message):
         propose([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "line"),
+    [
+        ("tags", [["a"]] * 60, "tags: only the value ['a']"),
+        ("tags", cycle([], ["a", "b"], ["c"] * 40_000), "tags: {kind: string, max: 65535}"),
+        ("tags", cycle(["a", "b"], ["c"] * 70_000), "tags: lists of up to 70,000 values, but"),
+        ("tags", pl.Series([[]] * 60, dtype=pl.List(pl.String)), "tags: no values"),
+        ("tags", pl.Series(cycle([1, 2], [3, 4]), dtype=pl.Array(pl.Int64, 2)),
+         "tags: {kind: integer, max: 4}"),
+        ("days", [[datetime(2024, 5, 1)]] * 60, "days: values of type List(Datetime"),
+        ("size", [float("inf")] * 60, "size: only the value inf"),
+        ("size", cycle(0.0, 1e300), "size: standardise"),
+        ("^a$", cycle("p", "q"), "^a$: rename the column"),
+    ],
+)  # fmt: skip
+def test_unusual_columns_of_parquet(tmp_path, name, cells, line):
+    frame = pl.DataFrame({name: cells, "c": cycle("p", "q", "r"), "click": cycle(0, 1)})
+    frame.write_parquet(tmp_path / "t.parquet")
+    text = propose([tmp_path / "t.parquet"]).text
+    assert any(shown.strip("# ").startswith(line) for shown in text.splitlines()), text
+    assert read_schema(load_yaml(text)).label == "click"
