@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from sbpflow.errors import ConfigError
 
 MAX_SEED = 2**63 - 1
@@ -51,3 +53,11 @@ def epoch_unit(low: float, high: float) -> float | None:
     """
     units = (1.0, 1e3, 1e6)
     return next((unit for unit in units if 9e8 * unit <= low and high <= 2.2e9 * unit), None)
+
+
+def minute_text(seconds: float) -> str:
+    """Return a time since 1970 as text such as ``2024-05-01 12:30``. Unlike ``datetime``, numpy
+    supports all years.
+    """
+    moment = np.datetime64(int(seconds // 1), "s")
+    return str(np.datetime_as_string(moment, unit="m")).replace("T", " ")

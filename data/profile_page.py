@@ -1,12 +1,11 @@
 """Show the profile of a set as text, as an HTML page, and as an SVG picture."""
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
 from html import escape
 
 from sbpflow.data.concerns import concerns
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.numbers import epoch_unit
+from sbpflow.data.numbers import epoch_unit, minute_text
 from sbpflow.data.profile import FeatureProfile, Profile
 from sbpflow.run.report.charts import WIDTH, Series, line_chart, picture, show_number, stacked_bars
 from sbpflow.run.report.html import document, html_row, html_table
@@ -223,7 +222,4 @@ def _unit(manifest: Manifest, profile: Profile) -> float | None:
 
 def _moment(manifest: Manifest, profile: Profile, time: int) -> str:
     unit = _unit(manifest, profile)
-    if unit is None:
-        return f"{time:,}"
-    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=time / unit)
-    return moment.strftime("%Y-%m-%d %H:%M")
+    return f"{time:,}" if unit is None else minute_text(time / unit)

@@ -8,7 +8,6 @@ A guess is used only if the user accepts it: the user checks the text and passes
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 
 import polars as pl
 
@@ -20,7 +19,7 @@ from sbpflow.data.format.schema import (
     comparison,
     is_wrong_comparison,
 )
-from sbpflow.data.numbers import epoch_unit
+from sbpflow.data.numbers import epoch_unit, minute_text
 from sbpflow.data.prepare.facts import ColumnFacts, column_facts, missing_texts, of_words
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
@@ -212,9 +211,7 @@ def _unit(column: ColumnFacts) -> float | None:
 
 
 def _moment(column: ColumnFacts, value: float) -> str:
-    seconds = value / (1e6 if column.kind == "date" else _unit(column) or 1.0)
-    moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
-    return moment.strftime("%Y-%m-%d %H:%M")
+    return minute_text(value / (1e6 if column.kind == "date" else _unit(column) or 1.0))
 
 
 def _span(column: ColumnFacts) -> str:

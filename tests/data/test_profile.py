@@ -258,3 +258,15 @@ def test_the_mean_of_standardised_values_is_0_without_rounding_errors(tmp_path):
     summary = of(profile_set(manifest), "late").summary["train"]
     assert summary["mean"] == 0.0
     assert summary["std"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_times_of_any_year_are_shown(tmp_path, capsys):
+    days = ["0000-01-01", "2024-05-01", "9999-12-31"] * 20
+    lines = [f"{n % 2},v{n % 3},{day}" for n, day in enumerate(days)]
+    (tmp_path / "t.csv").write_text("\n".join(["click,c,day", *lines]) + "\n")
+    assert main(["schema", str(tmp_path / "t.csv")]) == 0
+    assert "time: day  # guess: 0000-01-01 00:00 to 9999-12-31 00:00" in capsys.readouterr().out
+    words = ["--input", tmp_path / "t.csv", "--output", tmp_path / "set", "--schema", "auto"]
+    assert main(["prepare", *map(str, words)]) == 0
+    assert main(["stats", str(tmp_path / "set"), "--html", str(tmp_path / "page.html")]) == 0
+    assert "0000-01-01 00:00  9999-12-31 00:00" in capsys.readouterr().out
