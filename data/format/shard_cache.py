@@ -207,14 +207,14 @@ class ShardCache:
 
         Downloads begin and complete under the same lock, so the two results are consistent.
         """
-        waits = False
+        waits, own_lock = False, self._lock_of(reserved.with_suffix(""))
         with hold(self._room, wait=True):
             files = sorted(_files_in(self._limit.folder))
             excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
             for _, size, path in files:
                 if excess <= 0:
                     break
-                if self._remove(path):
+                if self._remove(path, own_lock):
                     excess -= size
                 else:
                     waits = waits or path.suffix == _RESERVED
@@ -223,21 +223,20 @@ class ShardCache:
                     file.truncate(num_bytes)
             return max(0, excess), waits
 
-    def _remove(self, path: Path) -> bool:
+    def _remove(self, path: Path, own_lock: Path) -> bool:
         """Remove a file of any set, unless it is mapped or being downloaded; return whether it was
-        removed.
+        removed. The caller holds ``own_lock``.
         """
         name = path.name.removesuffix(_RESERVED)
         partial = path.with_name(name + _PARTIAL)
         if path.suffix == _RESERVED:
             lock_needed = self._lock_of(path.with_name(name))
+            is_free = lock_needed == own_lock  # the process that made the reservation was killed
         else:
             lock_needed = path.parent / f"{name.partition('-')[0]}{_PIN}"
-            if not lock_needed.exists():
-                path.unlink(missing_ok=True)
-                return True
+            is_free = not lock_needed.exists()
         try:
-            with hold(lock_needed):
+            with contextlib.nullcontext() if is_free else hold(lock_needed):
                 if path.suffix == _RESERVED:
                     partial.unlink(missing_ok=True)
                 path.unlink(missing_ok=True)

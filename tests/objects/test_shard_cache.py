@@ -16,6 +16,7 @@ import pytest
 
 from sbpflow.config.data_cache import DataCache
 from sbpflow.data import load_manifest, open_loader
+from sbpflow.data.format import shard_cache
 from sbpflow.data.format.verify import verify_set
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files import remote_path
@@ -193,6 +194,21 @@ def test_threads_share_downloads_and_leftovers_of_kills_are_replaced(remote, loc
     gets = [r.path for r in remote.requests if r.method == "GET" and "/train-" in r.path]
     assert sorted(gets) == sorted(f"/bucket/set/{shard.file}" for shard in local.shards("train"))
     assert not [*tmp_path.glob("*/*.partial"), *tmp_path.glob("*/*.reserved")]
+
+
+def test_a_reservation_of_a_killed_process_does_not_take_up_room(local, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_cache, "_WAIT_S", -1)  # to wait is an error
+    url = RemotePath("memory://killed/set")
+    upload(local.path, url, last=("manifest.json",))
+    limit = size_of(local, "train") + 1
+    cache = load_manifest(url, cache=options(tmp_path, limit)).cache
+    *names, last = [shard.file for shard in local.shards("train")]
+    cache.get_all(names)
+    with (cache.folder / f"{last}.reserved").open("wb") as file:
+        file.truncate((local.path / last).stat().st_size)
+    cache.get_split("train")  # the other files are in use
+    assert (cache.folder / last).is_file()
+    assert not [*tmp_path.glob("*/*.reserved")]
 
 
 def _read(folder, start):
