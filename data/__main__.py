@@ -55,7 +55,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         raise ConfigError("--grow needs a set to grow from; use, for example, --like OLD --grow")
     schema = _schema_of(args)
     default = "C1xC2,C3xC4" if schema is CRITEO else "none"
-    crosses = parse_crosses(args.crosses or default, schema.sparse)
+    crosses = parse_crosses(default if args.crosses is None else args.crosses, schema.sparse)
     hashable = (*schema.sparse, *("x".join(pair) for pair in crosses))
     options = PrepareOptions(
         inputs=tuple(args.input),
@@ -64,9 +64,9 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         crosses=crosses,
         schema=schema,
         min_count=2 if args.min_count is None else args.min_count,
-        transform=args.dense or "log3",
-        hash_sizes=parse_hash_sizes(args.hash_size, hashable) if args.hash_size else (),
-        keys=parse_keys(args.keys, hashable) if args.keys else (),
+        transform="log3" if args.dense is None else args.dense,
+        hash_sizes=() if args.hash_size is None else parse_hash_sizes(args.hash_size, hashable),
+        keys=() if args.keys is None else parse_keys(args.keys, hashable),
         workers=args.workers,
         seed=7 if args.seed is None else args.seed,
         max_bad_fraction=args.max_bad_fraction,
@@ -79,12 +79,16 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     if args.like is not None:
         options = options_like(load_manifest(args.like, "--like"), options)
     useless = [key for key in _OF_VOCABULARIES if getattr(args, key)]
-    if options.keys and useless and not options.counted:
+    if useless and not options.counted:
+        advice = f"hash fewer fields, such as --hash-size {options.fields[0]}=1000000"
+        if options.keys:
+            advice = (
+                f"make a set with keys for fewer fields, such as --keys {options.keys[0]}. In "
+                "training, model.fields.PATTERN.admit_count selects the keys that get rows"
+            )
         raise ConfigError(
             f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys, "
-            "hashed ids, or buckets; remove the option, or make a set with keys for fewer fields, "
-            f"such as --keys {options.keys[0]}. In training, model.fields.PATTERN.admit_count "
-            "selects the keys that get rows"
+            f"hashed ids, or buckets; remove the option, or {advice}"
         )
     return prepare(options)
 
@@ -140,8 +144,8 @@ def _synth(args: argparse.Namespace) -> Manifest | None:
 
     same = ("rows", "output", "format", "vocab_scale", "ctr", "auc", "products", "drift", "keys")
     options = SynthOptions(
-        skew=parse_skew(args.skew) if args.skew else (),
-        hot=parse_hot(args.hot) if args.hot else (),
+        skew=() if args.skew is None else parse_skew(args.skew),
+        hot=() if args.hot is None else parse_hot(args.hot),
         split=parse_split(args.split),
         workers=args.workers,
         seed=args.seed,

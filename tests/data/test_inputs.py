@@ -241,6 +241,9 @@ def test_a_split_may_have_only_val_files(tmp_path, source):
         (["--max-bad-fraction", "nan"], "between 0 and 1"),
         (["--workers", "100000"], "between 1 and 256"),
         (["--seed", "-1"], "--seed"),
+        (["--hash-size", ""], "--hash-size must be a number of table rows, or a list such as"),
+        (["--keys", ""], "--keys: '' is not a field; choose from C1, C2,"),
+        (["--dense", ""], "--dense: '' is unknown; choose from log3,"),
     ],
 )
 def test_an_option_out_of_range_gives_one_message(tmp_path, capsys, source, arguments, message):

@@ -258,6 +258,7 @@ def test_new_rows_get_the_same_keys(mixed, keyed, tmp_path, capsys):
         (["--keys", "--min-count", "3"], "--min-count: no field has a vocabulary, because all"),
         (["--keys", "--spare", "1"], "--spare: no field has a vocabulary"),
         (["--keys", "--keep-strings"], "--keep-strings: no field has a vocabulary"),
+        (["--hash-size", "9", "--spare", "1"], "or hash fewer fields, such as --hash-size city=1"),
     ],
 )
 def test_options_without_effect_are_refused(tmp_path, capsys, more, message):

@@ -392,7 +392,7 @@ def test_a_user_mistake_gives_one_readable_message(tmp_path, capsys, arguments, 
     ("key", "value"),
     [
         ("--skew", "nan"), ("--skew", "inf"), ("--skew", "1e9"), ("--skew", "-1"),
-        ("--skew", "C1=nan"), ("--skew", "C1=1,C1=2"),
+        ("--skew", "C1=nan"), ("--skew", "C1=1,C1=2"), ("--skew", ""), ("--hot", ""),
         ("--drift", "nan"), ("--drift", "inf"), ("--drift", "1e30"),
         ("--vocab-scale", "nan"), ("--vocab-scale", "inf"), ("--vocab-scale", "0"),
         ("--auc", "nan"), ("--auc", "0.5"), ("--ctr", "nan"), ("--ctr", "0"), ("--ctr", "1"),
