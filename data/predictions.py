@@ -94,17 +94,24 @@ class Scoring:
     def __str__(self) -> str:
         return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
-    def refuse_unused(self, split: str | None, max_bad_fraction: float | None) -> None:
-        """Raise ConfigError for an option that would have no effect on these rows."""
+    def refuse_unused(
+        self,
+        split: str | None,
+        max_bad_fraction: float | None,
+        names: tuple[str, str] = ("split", "max_bad_fraction"),
+    ) -> None:
+        """Raise ConfigError for an option that would have no effect on these rows. ``names`` are
+        the names of the two options in messages.
+        """
         if split is not None and not self.is_set:
             raise ConfigError(
-                f"split: {split} needs a prepared set, but these are raw rows, which are all "
-                "scored; remove split"
+                f"{names[0]}: {split} needs a prepared set, but these are raw rows, which are all "
+                f"scored; remove {names[0]}"
             )
         if max_bad_fraction is not None and self.is_set:
             raise ConfigError(
-                f"max_bad_fraction: {max_bad_fraction:g} needs raw rows, but these are the rows of "
-                "a prepared set, which are all valid; remove max_bad_fraction"
+                f"{names[1]}: {max_bad_fraction:g} needs raw rows, but these are the rows of a "
+                f"prepared set, which are all valid; remove {names[1]}"
             )
 
     def open(self) -> None:

@@ -310,8 +310,8 @@ def test_an_output_without_a_name_is_refused(run, folder, output):
     ("source", "more", "message"),
     [
         ("set", ("--block-rows", "5"), r"--block-rows needs a folder .*--output .*/s$"),
-        ("t.csv", ("--split", "test"), "^split: test needs a prepared set, .* remove split"),
-        ("set", ("--max-bad-fraction", "0"), "^max_bad_fraction: 0 needs raw rows"),
+        ("t.csv", ("--split", "test"), "^--split: test needs a prepared set, .* remove --split"),
+        ("set", ("--max-bad-fraction", "0"), "^--max-bad-fraction: 0 needs .*; remove --max-bad-"),
     ],
 )
 def test_an_option_without_effect_is_refused(run, folder, tmp_path, source, more, message):
