@@ -44,7 +44,9 @@ class StagedPiece:
     """
     num_lines: int
     num_names: int
-    """Number of header lines (0 or 1) before the rows"""
+    """Number of headers (0 or 1) before the rows"""
+    num_extra: int
+    """Number of lines of the text beyond one per record and one for a header"""
     bad: BadLines
     cut: Mapping[str, int]
     """Number of values dropped because a row had more than the maximum, by column"""
@@ -112,7 +114,7 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
     line_of_file: dict[InputPath, int] = {}
     for piece in staged:
         first = line_of_file.get(piece.file, 1) + piece.num_names
-        line_of_file[piece.file] = first + piece.num_lines
+        line_of_file[piece.file] = first + piece.num_lines + piece.num_extra
         for number, reason, line, cell in piece.bad.examples[:shown]:
             messages.append(f"{piece.file}:{first + number}: {reason}: {cell or line!r}")
         shown -= min(shown, len(piece.bad.examples))

@@ -72,13 +72,13 @@ def parse_table(
         header, text = split_record(text, schema.quote)
         num_extra += max(header.count(b"\n") - 1, 0)
     bad = BadLines()
-    frame, numbers, num_lines = read_records(text, columns, schema, bad)
+    frame, numbers, num_records, num_lines = read_records(text, columns, schema, bad)
 
     def raw_row(row: int) -> bytes:
         cells = (cell or "" for cell in frame.row(row))
         return schema.separator.join(cells).encode()
 
-    piece = typed_piece(frame, schema, num_lines, raw_row, keep_strings)
+    piece = typed_piece(frame, schema, num_records, raw_row, keep_strings)
     for row, reason, line, cell in piece.bad.examples:
         bad.examples.append((row if numbers is None else numbers[row], reason, line, cell))
     for reason, count in piece.bad.counts.items():
@@ -87,17 +87,17 @@ def parse_table(
         (row + num_extra, reason, line, cell)
         for row, reason, line, cell in sorted(bad.examples)[:5]
     ]
-    return replace(piece, bad=bad)
+    return replace(piece, bad=bad, num_extra=num_extra + num_lines - num_records)
 
 
 def read_records(
     text: bytes, columns: tuple[str, ...], schema: Schema, bad: BadLines
-) -> tuple[pl.DataFrame, list[int] | None, int]:
+) -> tuple[pl.DataFrame, list[int] | None, int, int]:
     """Return the cells of the good records, as strings, in the columns that the schema uses; add
     all other records to ``bad``.
 
     Also return the line number at which each good record starts (None if every line is a good
-    record), and the total number of records.
+    record), and the total numbers of records and lines.
     """
     quoted = schema.quote is not None and schema.quote.encode() in text
     if b"\r" in text and not quoted:  # inside quotes, \r is part of the cell
@@ -105,15 +105,15 @@ def read_records(
     if text and not text.endswith(b"\n"):
         text += b"\n"
     numbers: list[int] | None = None
-    num_lines = count_byte(text, "\n")
+    num_lines = num_records = count_byte(text, "\n")
     if not _is_clean(text, num_lines, len(columns), schema):
-        text, numbers, num_lines = _sort_out(text, len(columns), schema, bad)
+        text, numbers, num_records = _sort_out(text, len(columns), schema, bad)
     frame = _cells(text, columns, schema)
     if numbers is not None and len(frame) != len(numbers):
         raise DataError(
             f"{len(numbers)} records were parsed as {len(frame)} rows; this is a bug in sbpflow"
         )
-    return frame, numbers, num_lines
+    return frame, numbers, num_records, num_lines
 
 
 def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> bool:

@@ -54,6 +54,8 @@ class Piece:
     """
     cut: dict[str, int] = field(default_factory=dict)
     """Number of values dropped because a row had more than the maximum, by list column"""
+    num_extra: int = 0
+    """Number of lines of the text beyond one per record and one for a header"""
     label_cells: list[str] = field(default_factory=list)
     """Some cells of the label column, if the schema has a label rule or a label is bad"""
     strings: dict[str, pl.DataFrame] = field(default_factory=dict)

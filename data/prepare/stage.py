@@ -34,7 +34,7 @@ from sbpflow.serving.cells import pair_keys
 Advance = Callable[[int], None]
 ENCODED_KEYS = ("shards", "clamped", "rare", "ranges")
 _STAGED_KEYS = (
-    *("rows", "train", "lines", "names", "crc32", "counts", "examples", "cut"),
+    *("rows", "train", "lines", "names", "extra", "crc32", "counts", "examples", "cut"),
     *("positives", "label_cells"),
 )
 
@@ -171,6 +171,7 @@ def _stage_piece(job: _Job, options: PrepareOptions, work: Path) -> StagedPiece:
             "train": int((split == 0).sum()),
             "lines": piece.num_lines,
             "names": _num_names(job, options.schema),
+            "extra": piece.num_extra,
             "crc32": _crc32(target, options),
             "counts": piece.bad.counts,
             "examples": piece.bad.examples,
@@ -186,6 +187,7 @@ def _stage_piece(job: _Job, options: PrepareOptions, work: Path) -> StagedPiece:
         record["train"],
         record["lines"],
         record["names"],
+        record["extra"],
         BadLines(record["counts"], [tuple(example) for example in record["examples"]]),
         record["cut"],
         record["positives"],

@@ -204,6 +204,20 @@ def test_a_first_record_may_have_line_ends(tmp_path, capsys):
     assert "Original error" not in error
 
 
+def test_bad_rows_have_the_line_numbers_of_the_file(tmp_path, caplog):
+    rows = [f'{row % 2},"a\nb{row % 7}",{row}\n' for row in range(100)]
+    rows[80] = "7,a,1\n"
+    (tmp_path / "t.csv").write_text('click,text,"n\n1"\n' + "".join(rows))
+    (tmp_path / "schema.yaml").write_text(
+        "{separator: ',', header: true, quote: '\"', label: click, sparse: {text: string}}"
+    )
+    options = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": ()}
+    for size in (1 << 20, 300):
+        output = tmp_path / f"set-{size}"
+        run_prepare(output, tmp_path / "t.csv", piece_bytes=size, max_bad_fraction=1.0, **options)
+    assert caplog.text.count("t.csv:163: click is not 0 or 1: '7'") == 2
+
+
 def shops(first, count):
     """Return 60 rows that use ``count`` shops in turn, numbered from ``first``."""
     base = table(60, seed=5)
