@@ -15,6 +15,7 @@ from pathlib import Path
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.prepare.remote import InputPath, size_of, version
 from sbpflow.data.prepare.source import check_exists
+from sbpflow.data.prepare.workspace import only_run
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import parse_json
@@ -47,7 +48,16 @@ def make_remote(
     plan = _plan(words, (*inputs, *others))
     name = f"{url.name}-{hashlib.sha256(url.url.encode()).hexdigest()[:12]}"
     folder = cache_dir() / "prepare" / name
-    make_private(folder)
+    make_private(folder.parent)
+    with only_run(folder, url):
+        make_private(folder)
+        _make_and_upload(url, folder, plan, make)
+    return load_manifest(url, "--output")
+
+
+def _make_and_upload(
+    url: RemotePath, folder: Path, plan: str, make: Callable[[Path], Manifest | None]
+) -> None:
     local, journal = folder / "set", folder / _JOURNAL
     done = _uploaded(local, journal, plan)
     if done is None:
@@ -69,7 +79,6 @@ def make_remote(
 
         upload(local, url, last=(MANIFEST,), done=done, on_file=on_file)
     shutil.rmtree(folder)
-    return load_manifest(url, "--output")
 
 
 def _plan(words: Sequence[str], paths: Sequence[InputPath]) -> str:

@@ -82,8 +82,9 @@ def work_folder(output: Path) -> Path:
 
 
 @contextmanager
-def only_run(output: Path) -> Iterator[None]:
-    """Hold a lock (flock) on the file ``OUTPUT.work.lock`` while an output is made.
+def only_run(output: Path, name: object = None) -> Iterator[None]:
+    """Hold a lock (flock) on the file ``OUTPUT.work.lock`` while an output is made. ``name`` is the
+    output in messages (by default, its path).
 
     The file is removed at the end, so a lock is valid only if the path still refers to the locked
     file. Raises ConfigError if another run holds the lock.
@@ -91,7 +92,7 @@ def only_run(output: Path) -> Iterator[None]:
     path = work_folder(output).with_name(f"{output.name}.work.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _locked(path, output)
+        file = _locked(path, name or output)
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
         raise ConfigError(
@@ -104,7 +105,7 @@ def only_run(output: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _locked(path: Path, output: Path) -> IO[str]:
+def _locked(path: Path, output: object) -> IO[str]:
     while True:
         try:
             file = hold(path)

@@ -1,5 +1,6 @@
 """Tests prepare with inputs and outputs in a store: number of requests, kills, and changes."""
 
+import os
 import re
 
 import pytest
@@ -118,6 +119,24 @@ def test_an_upload_continues_only_if_no_file_has_changed(
     assert ("resuming the upload" in caplog.text) == (changed == "nothing")
     assert run(tmp_path / "set", *options) == 0
     assert load_manifest(url).fingerprint == load_manifest(tmp_path / "set").fingerprint
+
+
+def test_only_one_run_at_a_time_writes_a_url(cache, tmp_path, monkeypatch, capsys):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(60))
+    url = "memory://once/set"
+    words = ["prepare", "--input", str(rows), "--output", url, "--overwrite"]
+    upload = remote_output.upload
+
+    def upload_during_another_run(*args, **options):
+        assert main([*words, "--seed", "8"]) == 2
+        upload(*args, **options)
+
+    monkeypatch.setattr(remote_output, "upload", upload_during_another_run)
+    assert main(words) == 0
+    assert f"--output: another run (process {os.getpid()} on" in (error := capsys.readouterr().err)
+    assert f" is writing {url}; wait until" in error
+    assert load_manifest(url).content["seed"] == 7
+    assert not any((cache / "prepare").iterdir())
 
 
 @pytest.mark.slow
