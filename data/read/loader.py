@@ -366,6 +366,7 @@ def open_loader(
             f"device must be a torch.device, got {device!r} ({type(device).__name__}); for "
             'example, device=torch.device("cpu")'
         )
+    manifest.shards(split)  # raises DataError for an unknown split
     if manifest.cache is not None and shuffle != "none":
         # A batch may contain rows from any shard, so all shards are downloaded and mapped.
         manifest.cache.get_split(split)

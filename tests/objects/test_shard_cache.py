@@ -211,6 +211,13 @@ def test_a_reservation_of_a_killed_process_does_not_take_up_room(local, tmp_path
     assert not [*tmp_path.glob("*/*.reserved")]
 
 
+def test_an_unknown_split_is_refused(local, tmp_path):
+    url = RemotePath("memory://unknown/set")
+    upload(local.path, url, last=("manifest.json",))
+    with pytest.raises(DataError, match="split 'dev' is not one of train, val, test"):
+        rows_of(load_manifest(url, cache=options(tmp_path)), "dev")
+
+
 def _read(folder, start):
     manifest = load_manifest(SET, cache=options(folder))
     while time.time() < start:
