@@ -206,7 +206,10 @@ class Scoring:
 
     def report_bad(self, manifest: Manifest) -> None:
         """Log the number of bad raw lines."""
-        bad = 0 if self.is_set else sum(manifest.content.get("bad_lines", {}).values())
+        from sbpflow.data.prepare.piece import BLANK
+
+        counts = {} if self.is_set else manifest.content.get("bad_lines", {})
+        bad = sum(count for reason, count in counts.items() if reason != BLANK)
         if bad:
             _LOG.warning("bad lines, which have no score and no row number: %d", bad)
 

@@ -136,8 +136,10 @@ def test_raw_rows_get_the_ids_and_scores_of_the_run(run, folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "s.parquet", "t.parquet"]
 
 
-def test_bad_raw_rows_end_a_prediction_unless_they_are_allowed(run, tmp_path):
+def test_bad_raw_rows_end_a_prediction_unless_they_are_allowed(run, tmp_path, capsys):
     source = write_csv(tmp_path / "new.csv", table(200))
+    with source.open("a") as file:
+        file.write("\n")  # a blank line is not a bad line
     with pytest.raises(
         DataError, match="5 of the 200 lines are bad, more than --max-bad-fraction 0"
     ):
@@ -147,6 +149,7 @@ def test_bad_raw_rows_end_a_prediction_unless_they_are_allowed(run, tmp_path):
     assert predict(words(run, source, tmp_path / "s.parquet", *more)) == 0
     good = [row["id"] for row in table(200) if row["price"] != INF]
     assert pl.read_parquet(tmp_path / "s.parquet")["id"].to_list() == good
+    assert "which have no score and no row number: 5\n" in capsys.readouterr().err
 
 
 def test_an_optimizer_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
