@@ -454,8 +454,7 @@ def test_a_batch_may_be_much_larger_than_those_before(first, second):
     for num_batches in range(1, 60):
         part = Vocabulary(growth_of(rows=2**20), 2**20, 0, NUM_BUCKETS)
         keys = random.integers(-(2**63), 2**63 - 1, num_batches * first + second)
-        sizes = [first] * num_batches
-        for batch in np.split(keys, np.cumsum(sizes)):
+        for batch in np.split(keys, np.cumsum([first] * num_batches)):
             part.announce(batch.copy(), NO_COUNTS, 1)
             part.release()
         assert part.totals.live == keys.size
