@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from sbpflow.costs.counts import receiver
 from sbpflow.costs.prices import shared
 from sbpflow.embedding.plan.exchanges import EXCHANGES
 from sbpflow.embedding.plan.tables import TableConfig
@@ -73,11 +72,7 @@ def problem_of(
             ranks = pinned.ranks if option.num_shards else ()
             base += option.home
             base[list(ranks)] += option.shards
-            for key in option.keys(ranks):
-                if key not in present:
-                    present.append(key)
-                elif (rank := receiver(key)) is not None:
-                    base[rank] += model.key_loads[key[0]]
+            present += [key for key in option.keys(ranks) if key not in present]
             continue
         shapes = [shape for shape in shapes_of(task, table) if allowed is None or allowed(shape)]
         if given is not None and given[table.name].shape not in shapes:
@@ -85,12 +80,12 @@ def problem_of(
         names.append(table.name)
         options.append(tuple(_option(model, table, shape) for shape in shapes))
     for key in present:
-        base += model.key_loads[key[0]]
+        base += model.prices[key[0]]
     return Problem(
         names=tuple(names),
         options=tuple(options),
         limit_bytes=np.array(task.device_bytes or (NO_LIMIT,) * size, dtype=np.float64),
-        key_loads=model.key_loads,
+        key_loads=model.prices,
         base=shared(base * model.slowness, model.ranks_per_link),
         present=tuple(present),
         slowness=model.slowness,

@@ -227,19 +227,13 @@ class Task:
     def world(self) -> Placement:
         return Placement.line(self.device_type, self.world_size)
 
-    @cached_property
-    def num_tables_of(self) -> Mapping[str, int]:
-        """Map each feature name to the number of tables that use the feature."""
-        return Counter(name for table in self.tables for name in table.features)
-
-    def ids_of(self, feature: str) -> float:
-        """Return the average number of ids of a feature in a batch."""
-        most = float(self._feature[feature].hotness)
-        return self.batch_size * self.ids_per_sample.get(feature, most)
-
     def lookups(self, table: TableConfig) -> float:
         """Return the average number of ids in a batch."""
-        return sum(map(self.ids_of, table.features))
+        per_sample = sum(
+            self.ids_per_sample.get(name, float(self._feature[name].hotness))
+            for name in table.features
+        )
+        return self.batch_size * per_sample
 
     def most_lookups(self, table: TableConfig) -> int:
         """Return the largest number of ids in a batch, as the engine counts them."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbpflow.costs.counts import BUFFERS, INDEX, MEMORY, NUM_FEATURES, Key, receiver
+from sbpflow.costs.counts import BUFFERS, INDEX, MEMORY, NUM_FEATURES, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import SENT, shared
 from sbpflow.planner.costs.profile import ERROR, Profile
-from sbpflow.planner.costs.work import base_work, key_counts, shape_work
+from sbpflow.planner.costs.work import base_work, shape_work
 from sbpflow.planner.task import Choice, Task
 
 _ONCE_PER_STEP = [INDEX[name] for name in ("always", "dense_parameters")]
@@ -40,8 +40,7 @@ class TaskCost:
     """Uses a profile to price the plans of a task. ``prices`` [F, 5] contains, per count, the ms of
     work, the ms of each phase of transfers, and the bytes. ``slowness`` [D, 5] contains the factors
     of a rank's load. If all ranks are equally fast, the factors are 1, and ``prices`` include the
-    speed. ``key_loads`` contains the load of a key by its first part, like ``key_counts``.
-    ``ranks_per_link`` consecutive ranks share a link to other hosts.
+    speed. ``ranks_per_link`` consecutive ranks share a link to other hosts.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -58,7 +57,6 @@ class TaskCost:
         speeds = np.array(task.speeds or (1.0,))
         common = speeds[0] if (speeds == speeds[0]).all() else 1.0
         self.prices[:, 0] /= common
-        self.key_loads = key_counts(task) @ self.prices
         self.slowness = np.ones((task.world_size, self.prices.shape[1]))
         self.slowness[:, 0] = common / speeds
         known = profile.link.num_hosts(task.world_size) == task.num_hosts
@@ -90,17 +88,14 @@ def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
     keys are counted once.
     """
     total = np.tile(base_work(task), (task.world_size, 1))
-    counts, keys = key_counts(task), set[Key]()
+    keys: set[Key] = set()
     for table in task.tables:
         choice = plan[table.name]
         cost = shape_work(task, table, choice.shape)
         total += cost.home
         if len(cost.kind):
             total[list(choice.ranks)] += cost.kinds[cost.kind]
-        for key in cost.keys(choice.ranks):
-            if key not in keys:
-                total += counts[key[0]]
-            elif (rank := receiver(key)) is not None:
-                total[rank] += counts[key[0]]  # only one table subtracts the ids of its own rank
-            keys.add(key)
+        keys.update(cost.keys(choice.ranks))
+    for key in keys:
+        total[:, key[0]] += 1.0
     return total

@@ -24,7 +24,7 @@ class ShapeCost:
     """The counts that one table adds in one shape.
 
     The counts ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every
-    rank. Each key in ``keys(ranks)`` is counted once per plan; see ``key_counts``.
+    rank. Each key in ``keys(ranks)`` is counted once per plan.
     """
 
     kinds: Floats
@@ -58,17 +58,6 @@ def base_work(task: Task) -> Floats:
     )
 
 
-def key_counts(task: Task) -> Floats:
-    """Return the counts [F + features, F] that a key adds to every rank, by the key's first part: 1
-    of a feature of ``costs.counts``, or the ids of a feature of the task that a rank sends to
-    another rank (``receiver``), which receives them once for all of its tables.
-    """
-    counts = np.eye(NUM_FEATURES + len(task.features), NUM_FEATURES)
-    ids = np.array([task.ids_of(feature.name) for feature in task.features])
-    counts[NUM_FEATURES:, INDEX["ids_bytes"]] = 4.0 * ids / task.world_size
-    return counts
-
-
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     """Return the counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
     size = task.world_size
@@ -76,9 +65,6 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     exchange = exchange_for(table, layout, shape.exchange, most, size)
     facts = _facts(task, table, exchange, shape.parts[0] if exchange.even else size)
     home = vector_of(exchange.home(facts, shape.parts))
-    if exchange.looks_up_all:  # the ids of shared features are counted by keys
-        sent = sum(map(task.ids_of, _shared_features(task, table)))
-        home[INDEX["ids_bytes"]] -= 4.0 * sent / size * shape.num_shards
     rows, widths = map(balanced_sizes, (table.num_rows, table.dim), shape.parts)
     parts = [] if exchange.copies or exchange.even else list(product(rows, widths))
     place = {part: n for n, part in enumerate(dict.fromkeys(parts))}
@@ -89,11 +75,6 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
         home=home,
         keys=_keys(task, table, shape, exchange),
     )
-
-
-def _shared_features(task: Task, table: TableConfig) -> list[str]:
-    """Return the features of the table that other tables use, too."""
-    return [name for name in table.features if task.num_tables_of[name] > 1]
 
 
 @cache
@@ -115,6 +96,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         dim=table.dim,
         vectors=len(table.features) / uses,
         lookups=lookups,
+        sent_ids=lookups,
         touched=stats.touched(lookups),
         wanted=stats.touched(lookups / task.world_size),
         host_wanted=stats.touched(lookups / hosts),
@@ -139,8 +121,6 @@ def _keys(
     # As a string, because strings cache their hash.
     grows = table.growth is not None
     stored = (repr((table.dim, ragged, rule, table.kernel, grows, table.storage)),)
-    numbers = {feature.name: number for number, feature in enumerate(task.features)}
-    shared_ids = [NUM_FEATURES + numbers[name] for name in _shared_features(task, table)]
 
     @cache
     def keys(ranks: tuple[int, ...]) -> tuple[Key, ...]:
@@ -161,9 +141,8 @@ def _keys(
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.splits_columns and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
-        ids = product(shared_ids, map(str, ranks)) if exchange.looks_up_all else ()
         # Use strings, because a search looks up keys millions of times, and strings cache their
         # hash.
-        return (*((feature, repr(rest)) for feature, *rest in result), *ids)
+        return tuple((feature, repr(rest)) for feature, *rest in result)
 
     return keys

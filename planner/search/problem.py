@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sbpflow.costs.counts import Ints, Key, receiver
+from sbpflow.costs.counts import Ints, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import PHASES, shared
 from sbpflow.errors import PlanError
@@ -82,7 +82,7 @@ class Problem:
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     limit_bytes: Floats
-    key_loads: Floats = field(repr=False)  # [n, 5], by the first part of a key
+    key_loads: Floats = field(repr=False)  # [F, 5], by feature, which is the first part of a key
     base: Floats = field(repr=False)
     slowness: Floats = field(repr=False)
     ranks_per_link: int = 1
@@ -199,13 +199,7 @@ class State:
         factors = sign * self.problem.slowness
         self.loads += (option.home + self.new_keys(option, ranks)) * factors
         if ranks:
-            shards = option.shards
-            for key in option.keys(ranks):
-                if key in self.present and (rank := receiver(key)) is not None:
-                    # Another table already subtracts the ids that the rank does not send to itself.
-                    own = np.array(ranks) == rank
-                    shards = shards + own[:, None] * self.problem.key_loads[key[0]]
-            self.loads += sign * self.problem.placed(shards[None], np.array([ranks]))[0]
+            self.loads += sign * self.problem.placed(option.shards[None], np.array([ranks]))[0]
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
         """Return the total load [5] of the option's keys that are not yet in the plan."""

@@ -71,9 +71,7 @@ MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 
 Ints = NDArray[np.int64]
 Counts = Mapping[str, float]  # Counts by feature; missing features count as 0.
-# Index of a feature, and a string; equal keys are counted once. An index from ``NUM_FEATURES`` on
-# stands for the ids of a feature of the data that a rank receives; the string is the rank.
-Key = tuple[int, str]
+Key = tuple[int, str]  # Index of a feature, and a string; equal keys are counted once.
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
@@ -108,6 +106,7 @@ class Facts:
     touched: float
     wanted: float
     host_wanted: float
+    sent_ids: float  # ids sent to owners, except those already sent for another table
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
@@ -162,11 +161,6 @@ class Facts:
         """
         sent = 8.0 * rows * (cut[1] - 1) / cut[1]
         return {"square_bytes": sent if self.shares_state else 0.0}
-
-
-def receiver(key: Key) -> int | None:
-    """Return the rank that receives the ids of this key, or None for other keys."""
-    return int(key[1]) if key[0] >= NUM_FEATURES else None
 
 
 def vector_of(counts: Counts) -> Floats:

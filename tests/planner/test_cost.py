@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from sbpflow.costs.counts import INDEX, MEMORY, vector_of
-from sbpflow.embedding.plan.price import plan_totals
 from sbpflow.embedding.plan.row_storage import RowStorage
-from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost, count_work
 from sbpflow.planner.costs.profile import ERROR, Link, Profile, default_path, load
-from sbpflow.planner.search.problem import State, price_of
+from sbpflow.planner.search.problem import price_of
 from sbpflow.planner.shapes import assignment_of, problem_of
 from sbpflow.planner.task import (
     Choice,
@@ -101,46 +99,6 @@ def test_bytes_of_vectors_equal_the_engines_steps(choice, combine):
     ):
         sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
         np.testing.assert_allclose(totals[:, INDEX[name]], sent, rtol=0.01, err_msg=name)
-
-
-REDUCE = Choice(Shape("S(0)", "reduce", (4, 1)), (0, 1, 2, 3))
-UNIQUE = Choice(Shape("S(0)", "unique", (4, 1)), (0, 1, 2, 3))
-ON_0, ON_1 = (Choice(Shape("B", "columns"), (rank,)) for rank in (0, 1))
-
-
-@pytest.mark.parametrize(
-    "choices", [(REDUCE, REDUCE), (ON_0, ON_0), (ON_0, ON_1), (REDUCE, ON_1), (REDUCE, UNIQUE)]
-)
-def test_a_rank_receives_the_ids_of_a_feature_once_for_all_of_its_tables(choices):
-    task = make_task(rows=(3000, 60, 800))
-    deep, other, last = task.tables
-    wide = replace(other, name="wide", features=("f0",), dim=1)
-    task = replace(
-        task,
-        outputs=(
-            OutputConfig(name="deep", tables=(deep, last)),
-            OutputConfig(name="wide", tables=(wide,), combine="sum"),
-        ),
-        stats={**task.stats, "wide": task.stats["t0"]},
-        dense=DenseWork(),
-    )
-    plan = dict(zip(("t0", "wide", "t2"), (*choices, ON_0), strict=True))
-    engine = embedding_plan(task, plan)
-    steps = engine.id_steps(task.batch_size)
-    sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
-    totals = count_work(task, plan)
-    assert totals[:, INDEX["ids_bytes"]].tolist() == sent
-    assert plan_totals(engine, task.batch_size, {})[:, INDEX["ids_bytes"]].tolist() == sent
-
-    # The search counts the same, in any order, and with some of the tables pinned.
-    for pinned in ((), ("t0",), ("t0", "wide")):
-        cost = price(task=replace(task, pinned={name: plan[name] for name in pinned}))
-        problem = problem_of(cost)
-        state = State(problem, assignment_of(problem, plan))
-        np.testing.assert_allclose(state.loads, totals @ cost.prices)
-        for table in range(problem.num_tables):
-            state.add(table, state.remove(table))
-        np.testing.assert_allclose(state.loads, totals @ cost.prices)
 
 
 def test_a_written_plan_is_read_back(tmp_path):

@@ -130,7 +130,7 @@ class _Boxed(Exchange):
             # partial sums from the other owners of rows
             "buffer_bytes": (received - samples * facts.dim * facts.vectors) * facts.item,
             "gradient_bytes": received * facts.gradient_item,
-            "ids_bytes": 4.0 * facts.local_lookups * (cut[0] * cut[1]),
+            "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
@@ -148,7 +148,7 @@ class _Boxed(Exchange):
             "vector_bytes": others * out * facts.vector_item,
             # ``home`` includes what a rank would send to itself; the negative counts subtract it.
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
-            "ids_bytes": -4.0 * facts.local_lookups,
+            "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
             **facts.squares(touched, cut),
         }

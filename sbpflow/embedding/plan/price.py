@@ -52,6 +52,15 @@ def plan_totals(
     """Return the work counts of each rank ([ranks, F])."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
+    # Owners receive the ids of a feature only once, so the tables that share an id transfer also
+    # share its cost.
+    sharing = Counter(
+        name
+        for group in plan.groups
+        if group.kind.looks_up_all
+        for table in group.tables
+        for name in table.features
+    )
     rank_index = {rank: number for number, rank in enumerate(plan.world.ranks)}
     for group in plan.groups:
         for stack in group.stacks:
@@ -66,6 +75,7 @@ def plan_totals(
                     dim=table.dim,
                     vectors=len(table.features) / (len(group.uses) if group.pooled else 1),
                     lookups=lookups,
+                    sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
                     touched=min(curve.touched(lookups), table.num_rows),
                     wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
                     host_wanted=min(curve.touched(lookups / hosts), table.num_rows),
@@ -82,13 +92,6 @@ def plan_totals(
             totals[:, INDEX[name]] += 1.0
         totals[:, INDEX["num_stacks"]] += len(group.stacks)
         totals[:, INDEX["num_squares"]] += len(group.shared_state)
-    for rank, number in rank_index.items():
-        # Each table counts the ids of its features, but a rank receives the ids of a feature once.
-        uses = (use for group in plan.groups for use in group.looks_up_everything(rank))
-        tables = Counter(plan.features[use.feature].name for use in uses)
-        again = sum((count - 1) * ids[name] for name, count in tables.items())
-        others = np.arange(plan.world.size) != number
-        totals[others, INDEX["ids_bytes"]] -= 4.0 * again / plan.world.size
     totals[:, INDEX["num_id_calls"]] = bool(plan.sent_columns) + bool(plan.sent_lists)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
