@@ -157,11 +157,9 @@ class AllReduce:
         pass_messages(dict.fromkeys(others, own), others, self.link).wait()
 
 
-def differs_in_gloo(op: Reduction, dtype: torch.dtype) -> bool:
-    """Return True if gloo's all-reduce differs from ``combined``: it rounds half-precision sums
-    after each addition, and its max and min may drop NaN.
-    """
-    return dtype.is_floating_point and (op != "sum" or dtype.itemsize < 4)
+def gloo_drops_nan(op: Reduction, dtype: torch.dtype) -> bool:
+    """Return True for reductions in which gloo's all-reduce may drop NaN, unlike ``combined``."""
+    return op != "sum" and dtype.is_floating_point
 
 
 def all_reduce(
@@ -171,13 +169,13 @@ def all_reduce(
     are combined in the order of the ranks.
 
     ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
-    all ranks, if ``rank`` is None or the tensor is empty. Unless ``differs_in_gloo``, also returns
+    all ranks, if ``rank`` is None or the tensor is empty. Unless ``gloo_drops_nan``, also returns
     None if the tensor is larger than ``MOST_GATHERED``, or the ranks do not share memory.
     """
     size = values.numel() * values.itemsize
     if rank is None or not size:
         return None
-    if not (differs_in_gloo(op, values.dtype) or _in_memory(size, ranks, rank, link)):
+    if not (gloo_drops_nan(op, values.dtype) or _in_memory(size, ranks, rank, link)):
         return None
     pieces = dict(zip(ranks, values.tensor_split(len(ranks)), strict=True))
     others = {other: piece for other, piece in pieces.items() if other != rank}

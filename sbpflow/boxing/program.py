@@ -38,7 +38,7 @@ from sbpflow.boxing.copies import (
     whole,
 )
 from sbpflow.boxing.moves import Box, BoxTransfer, numel, shift
-from sbpflow.boxing.pairs import differs_in_gloo
+from sbpflow.boxing.pairs import gloo_drops_nan
 from sbpflow.boxing.regions import Direct, direct_exchange
 from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
@@ -68,8 +68,8 @@ class Program:
     * ``to_layout`` and ``from_layout`` reorder the columns of the part and of the result, if the
       step has ``src_columns`` or ``dst_columns``; ``direct`` reorders them itself.
     * ``in_pairs`` is this rank if all-to-alls and, in shared memory, all-gathers and all-reduces
-      are sent as messages between pairs of ranks, or if this is an all-reduce of terms for which
-      ``differs_in_gloo``, else None.
+      are sent as messages between pairs of ranks, or if this is an all-reduce on CPU for which
+      ``gloo_drops_nan``, else None.
     """
 
     step: BoxingStep
@@ -126,9 +126,8 @@ def compile_step(
     messages between pairs of ranks. ``device`` is that of the parts; the default is the CPU.
     """
     group, reduction = step.group_of(rank), reduction_of(step)
-    uses_gloo = device is None or device.type == "cpu"
-    if uses_gloo and step.collective == "all_reduce":
-        in_pairs = in_pairs or differs_in_gloo(reduction, step.dtype)
+    if step.collective == "all_reduce" and step.dst.placement.device_type == "cpu":
+        in_pairs = in_pairs or gloo_drops_nan(reduction, step.dtype)
     base = Program(
         step=step,
         group=group,

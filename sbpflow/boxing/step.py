@@ -205,23 +205,14 @@ def _choose_collective(
     if not changes:
         return "all_to_all"
     if all(isinstance(a, Partial) and isinstance(b, Broadcast) for a, b in changes):
-        reduces = _backend_reduces(dtype, changes, backend)
-        return "all_reduce" if reduces else "all_to_all"
+        return "all_reduce" if dtype in WIRE_DTYPES else "all_to_all"
     if all(isinstance(a, Split) and isinstance(b, Broadcast) for a, b in changes):
         return "all_gather" if _worth_padding(src, shape, groups, changes) else "all_to_all"
     scatters = all(isinstance(a, Partial) and isinstance(b, Split) for a, b in changes)
-    ready = backend == "nccl" and _backend_reduces(dtype, changes, backend)
+    ready = backend == "nccl" and dtype in WIRE_DTYPES
     if scatters and ready and _even(dst, shape, groups):
         return "reduce_scatter"
     return "all_to_all"
-
-
-def _backend_reduces(dtype: torch.dtype, changes: set[tuple[Sbp, Sbp]], backend: str) -> bool:
-    """Return whether the backend can reduce these terms. NCCL drops NaN in a max or min; for gloo,
-    ``pairs`` avoids this.
-    """
-    drops = backend == "nccl" and dtype.is_floating_point
-    return dtype in WIRE_DTYPES and not (drops and any(a != Partial() for a, _ in changes))
 
 
 def padded_part(layout: Layout, shape: tuple[int, ...], group: tuple[int, ...]) -> int:

@@ -141,10 +141,10 @@ class Receiving:
         if number in self._expected:
             shared.await_message(self._ring, number, self._peer)
             self._copy(number)
-        while self._abandoned and self._abandoned[0] < number:
-            self._discard(self._abandoned.pop(0))
-        oldest = next(iter(self._expected), number)
-        if number - oldest >= LATE:
+        for abandoned in [each for each in self._abandoned if each < number]:
+            self._abandoned.remove(abandoned)
+            self._discard(abandoned)
+        while number - (oldest := next(iter(self._expected), number)) >= LATE:
             self._copy(oldest)
 
     def _copy(self, number: int) -> None:
