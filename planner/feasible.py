@@ -82,7 +82,7 @@ def _tried(task: Task) -> list[list[tuple[str, Task]]]:
         batch.append((f"data.batch_size: {batch_size}", replace(task, batch_size=batch_size)))
     ranks = [task.world_size * factor for factor in RANKS if not task.pinned]
     more = [
-        (f"{count} ranks of the same memory each", _on_more_ranks(task, count))
+        (f"{count} ranks with as much memory each", _on_more_ranks(task, count))
         for count in ranks
         if task.batch_size >= count
     ]

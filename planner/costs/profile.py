@@ -194,8 +194,11 @@ def write_profile(path: Path, text: str) -> None:
         make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{uuid4().hex}")  # hosts that share a folder may use equal PIDs
-    fresh.write_text(text, encoding="ascii")
-    fresh.replace(path)
+    try:
+        fresh.write_text(text, encoding="ascii")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)  # after an error
 
 
 def default_path(device_type: str | None = None) -> Path:

@@ -8,6 +8,7 @@ numbers, but no code.
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError  # raised by `torch.load`; nothing is unpickled
@@ -48,13 +49,20 @@ def save_model(model: Learned, path: Path) -> None:
     """Write the planner, replacing the file atomically. If that fails, log a warning, because the
     planner itself is usable.
     """
+    fresh = path.with_suffix(f".{uuid4().hex}")
     try:
         make_private(path.parent)
-        fresh = path.with_suffix(f".{uuid4().hex}")
         torch.save(_state(model), fresh)
         fresh.replace(path)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
-        _LOG.warning("%s: the trained planner is not cached (%s)", path, error)
+        with suppress(OSError):
+            fresh.unlink()
+        _LOG.warning(
+            "%s: the trained planner is not cached, so the next start trains it again (%s); set "
+            "XDG_CACHE_HOME to a folder that you can write to",
+            path,
+            error,
+        )
 
 
 def load_model(model: Learned, path: Path) -> bool:

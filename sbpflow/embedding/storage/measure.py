@@ -159,6 +159,8 @@ class Profile:
             fresh.write_text(json.dumps(entries, indent=1))
             fresh.replace(self.path)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink()
             LOG.warning(
                 "cannot cache kernel times, so the next start measures again: %s; set "
                 "XDG_CACHE_HOME to a folder that you can write to",

@@ -130,11 +130,13 @@ class Meeting:
 
     def over(self) -> None:
         """End the listener after a successful run, because a thread in C++ code would disturb
-        Python's shutdown."""
+        Python's shutdown. Rank 0 of torchrun first waits for ranks that are still starting, unless
+        Ctrl-C is pressed.
+        """
         store = self.store
         if store is not None and self._listener is not None:
             # The rank that serves the store may already have ended. The listener then ends, too.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, KeyboardInterrupt):
                 if self.rank == 0 and not self.by_hand:  # rank 0 still answers in ``launch_id``
                     _wait(lambda: self._read_machines(store), _START_S)
                 store.set(f"wake/{self.rank}", "over")
