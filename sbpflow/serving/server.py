@@ -85,8 +85,9 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
             for name, follower in followers.items():
                 _try(name, follower.poll_for_bundle)
 
+        between_s = max(settings.poll_s, 1.0)
         supervisor = Supervisor(
-            work, settings.workers, before_replacing, follow_bundles, max(settings.poll_s, 1.0)
+            work, listener, settings.workers, before_replacing, follow_bundles, between_s
         )
         return supervisor.run(settings.grace_s + 2)
 

@@ -8,6 +8,7 @@ threads that hold locks, because a fork would copy held locks.
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,18 +27,19 @@ class Supervisor:
     """Keeps ``num_workers`` processes running, each of which calls ``work`` with its number.
 
     ``restarted`` is called in the supervisor before a worker is replaced, and ``between`` about
-    every ``between_s`` seconds.
+    every ``between_s`` seconds. The supervisor closes its copy of ``listener`` when it stops.
     """
 
     def __init__(
         self,
         work: Callable[[int], None],
+        listener: socket.socket,
         num_workers: int,
         restarted: Callable[[], None],
         between: Callable[[], None] = lambda: None,
         between_s: float = 1.0,
     ) -> None:
-        self._work, self._restarted = work, restarted
+        self._work, self._listener, self._restarted = work, listener, restarted
         self._between, self._between_s = between, between_s
         self._num_workers = num_workers
         self._workers: dict[int, tuple[int, float]] = {}  # pid -> number, start time
@@ -63,7 +65,7 @@ class Supervisor:
                 self._between()
                 called = time.monotonic()
             time.sleep(_PAUSE_S)
-        self._signal(signal.SIGTERM)
+        self._stop()
         deadline = time.monotonic() + grace_s
         while self._workers and time.monotonic() < deadline:
             self._replace_dead()
@@ -72,8 +74,13 @@ class Supervisor:
         return int(failed)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stopping = True
         # The call that this signal interrupts, such as the loading of a bundle, can take minutes.
+        self._stop()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        # Otherwise, clients could connect after the workers' end, and would wait for an answer.
+        self._listener.close()
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
@@ -111,10 +118,11 @@ class Supervisor:
     def _start(self, number: int) -> None:
         # A signal that arrives before the worker installs its handlers must not be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        pid = os.fork()
-        if not pid:
-            self._become_worker(number)
-        self._workers[pid] = number, time.monotonic()
+        if not self._stopping:  # a signal may have interrupted ``restarted``
+            pid = os.fork()
+            if not pid:
+                self._become_worker(number)
+            self._workers[pid] = number, time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _become_worker(self, number: int) -> NoReturn:

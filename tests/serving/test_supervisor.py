@@ -11,7 +11,7 @@ from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = r"""
-import os, signal, sys, time
+import os, signal, socket, sys, time
 from sbpflow.serving.supervisor import Supervisor
 
 def say(text):
@@ -20,7 +20,7 @@ def say(text):
 def work(number):
     if sys.argv[1] == "fails":
         raise RuntimeError("no worker works")
-    if sys.argv[1] in ("works", "loads"):
+    if sys.argv[1] in ("works", "loads", "stops"):
         signal.signal(signal.SIGTERM, lambda *_: (say(f"end {number}"), os._exit(0)))
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -35,9 +35,18 @@ def between():
         os.kill(os.getpid(), signal.SIGTERM)
         for pid, _ in list(supervisor._workers.items()):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        say("loaded")
+        with socket.socket() as client:
+            client.settimeout(10)
+            say("refused" if client.connect_ex(address) else "connected")
 
-supervisor = Supervisor(work, 2, lambda: say("restart"), between, 0.1)
+def restarted():
+    say("restart")
+    if sys.argv[1] == "stops":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+listener = socket.create_server(("127.0.0.1", 0))
+address = listener.getsockname()
+supervisor = Supervisor(work, listener, 2, restarted, between, 0.1)
 sys.exit(supervisor.run(float(sys.argv[2])))
 """
 
@@ -76,10 +85,20 @@ def test_the_supervisor_works_between_replacements():
         assert process.returncode == 0
 
 
-def test_the_workers_end_before_the_work_that_a_signal_interrupts():
+def test_the_server_closes_before_the_work_that_a_signal_interrupts():
     with start("loads") as process:
-        assert output_of(process, 20).splitlines()[-1] == "loaded"
+        assert output_of(process, 20).splitlines()[-1] == "refused"
         assert process.returncode == 0
+
+
+def test_no_worker_is_started_after_a_signal():
+    with start("stops") as process:
+        pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
+        os.kill(pids[0], signal.SIGKILL)
+        printed = output_of(process, 20)
+        assert process.returncode == 0
+    assert "restart\n" in printed
+    assert "start " not in printed
 
 
 def test_a_worker_that_fails_at_its_start_ends_the_command():
