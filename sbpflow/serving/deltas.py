@@ -1,9 +1,10 @@
 """Defines deltas of an exported model, which contain the rows and dense weights that training
 changed.
 
-A folder of exports contains bundles ``step-N``, the newest of which is served. The deltas of a
-bundle are the folders ``deltas/000001``, ``deltas/000002``, ... in the bundle's folder. A delta
-consists of two files:
+A folder of exports contains bundles ``step-N``, the newest of which is served. While a new
+``step-N`` replaces a bundle of the same step, the old one is ``step-N.old``. The deltas of a bundle
+are the folders ``deltas/000001``, ``deltas/000002``, ... in the bundle's folder. A delta consists
+of two files:
 * ``values.safetensors``: the changed rows, ``tables/T/rows`` (int64 [n], ascending); the values of
   these rows under the names that the table has in ``model.safetensors`` (``tables/T``, or
   ``tables/T/int8``, ``/scale`` and ``/low``); all dense weights, ``dense/P``; and for growing

@@ -1,5 +1,6 @@
 """Tests that bundles with deltas contain the same values as the run's checkpoints."""
 
+import errno
 import os
 import re
 import shutil
@@ -110,7 +111,6 @@ def test_a_bundle_is_served_until_its_replacement_is_complete(run, tmp_path):
         assert (newest_bundle(out) / "model.json").read_text() == '{"checkpoint": "earlier"}'
         target.mkdir()
         (target / "model.json").write_text('{"checkpoint": "later"}')
-        assert [path.name for path in bundles_in(out)] == ["step-12.old", "step-12"]
         if fails:
             raise CheckpointError("removed")
 
@@ -141,6 +141,40 @@ def test_an_export_killed_while_it_replaces_a_bundle_leaves_one(run, tmp_path, m
     assert (newest_bundle(tmp_path) / "model.json").read_text() == '{"checkpoint": "earlier"}'
     assert export_next(checkpoint, tmp_path, 0, write_base) == tmp_path / "step-12"
     assert (newest_bundle(tmp_path) / "model.json").read_text() == '{"checkpoint": "later"}'
+    assert [path.name for path in tmp_path.iterdir()] == ["step-12"]
+
+
+@pytest.mark.parametrize("next_step", [12, 14])
+def test_an_export_killed_before_it_removed_the_old_bundle_is_completed(run, tmp_path, next_step):
+    new, old = tmp_path / "step-12", tmp_path / "step-12.old"
+    assert export_next(open_checkpoint(run / "step-12"), tmp_path, 5, writer("as_trained")) == new
+    shutil.copytree(new, old)
+    assert bundles_in(tmp_path) == [old, new]
+    written = export_next(open_checkpoint(run / f"step-{next_step}"), tmp_path, 5, writer("int8"))
+    assert written == (None if next_step == 12 else delta_folder(new, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-12"]
+
+
+def test_old_bundles_that_cannot_be_removed_do_not_end_the_export(
+    run, tmp_path, monkeypatch, caplog
+):
+    """On NFS, the folder of open files cannot be removed before they are closed."""
+
+    def remove(path, ignore_errors=False):
+        if path.exists() and not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    def write_base(checkpoint, target):
+        target.mkdir()
+        (target / "model.json").write_text("{}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        for _ in range(3):
+            target = export_next(open_checkpoint(run / "step-12"), tmp_path, 0, write_base)
+            assert bundles_in(tmp_path) == [target]
+    assert caplog.text.count("Directory not empty") == 2
+    export_next(open_checkpoint(run / "step-12"), tmp_path, 0, write_base)
     assert [path.name for path in tmp_path.iterdir()] == ["step-12"]
 
 

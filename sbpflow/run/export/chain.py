@@ -8,6 +8,7 @@ new one is complete.
 
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ from sbpflow.serving.deltas import BUNDLE_FILE, DeltaHead, DeltaWriter, bundles_
 
 WriteBase = Callable[[Checkpoint, Path], object]
 logger = logging.getLogger(__name__)
+_REMOVED = ".old"  # start of the names of bundles that are being removed
 _BLOCK = 1 << 16  # rows converted at a time
 
 
@@ -132,6 +134,7 @@ def export_next(
     """
     last = last_export(folder)
     if last is not None:
+        _remove_all_but(last.bundle)  # of an interrupted export
         if last.checkpoint == digest_of(checkpoint.index):
             return None
         members = _since(checkpoint, last.checkpoint)
@@ -140,8 +143,8 @@ def export_next(
             if growing is not None:
                 return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
-    new, removed = folder / ".new", folder / ".old"
-    for path in (new, removed):  # of an interrupted export
+    new = folder / ".new"
+    for path in (new, *folder.glob(f"{_REMOVED}*")):  # of an interrupted export
         shutil.rmtree(path, ignore_errors=True)
     try:
         write_base(checkpoint, new)
@@ -152,16 +155,30 @@ def export_next(
         # The run was restarted. Readers use the old bundle under its other name until the new one
         # is in its place, because a folder can only replace an empty folder.
         old = folder / f"{target.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            _remove(old)
         target.rename(old)
     new.rename(target)
     sync_path(folder)
-    for bundle in bundles_in(folder):
-        if bundle != target:
-            # Its step may be higher, so a reader would try to load what is left of it.
-            bundle.rename(removed)
-            shutil.rmtree(removed)
+    _remove_all_but(target)
     return target
+
+
+def _remove_all_but(kept: Path) -> None:
+    for bundle in bundles_in(kept.parent):
+        if bundle != kept:
+            _remove(bundle)
+
+
+def _remove(bundle: Path) -> None:
+    # Its step may be the highest, so a reader would try to load what is left of it. The new name is
+    # unique, because an earlier bundle may still be there.
+    removed = Path(tempfile.mkdtemp(prefix=_REMOVED, dir=bundle.parent))
+    bundle.rename(removed)
+    try:
+        shutil.rmtree(removed)
+    except OSError as error:  # on NFS, for example, while a server has files of the bundle open
+        logger.warning("%s is left until the export of the next bundle: %s", removed, error)
 
 
 def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
