@@ -10,10 +10,12 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from tqdm.auto import tqdm
@@ -36,7 +38,7 @@ from sbpflow.training.loop import Result
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
 from sbpflow.training.rank_watch import RankTimes
-from sbpflow.training.trackers import Tracker, status_of
+from sbpflow.training.trackers import Tracker, close_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -164,34 +166,42 @@ class Report:
           run resumes.
         """
         self._folder, self._rank, self._best = config.run.dir, rank, best
-        self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
         self._trackers: Sequence[Tracker] = ()
-        if trackers is not None and rank == 0:  # the files of earlier runs have been moved by now
-            self._trackers = trackers(resumed[0] if resumed else None)
-        if rank == 0:
-            summary = _start_summary(config, devices, sections)
-            (self._folder / START_FILE).write_text(summary + "\n", encoding="utf-8")
-            logger.info("%s", _start_lines(config, devices, num_steps))
-        optimizer = config.optimizer
-        self._rates = {
-            "lr_sparse": (optimizer.sparse.lr, rate_factor(optimizer.of_tables)),
-            "lr_dense": (optimizer.dense.lr, rate_factor(optimizer.of_dense)),
-        }
-        self._progress = Progress(
-            num_steps,
-            visible=rank == 0,
-            bar=config.train.progress,
-            first_step=resumed[0] if resumed else 0,
-        )
+        first_step = resumed[0] if resumed else None
+        with ExitStack() as opened:  # closes what is open if the rest of the start fails
+            self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
+            opened.callback(self._metrics.close)
+            if trackers is not None and rank == 0:  # files of earlier runs have been moved by now
+                self._trackers = trackers(first_step)
+            opened.push(self._close_trackers)
+            if rank == 0:
+                summary = _start_summary(config, devices, sections)
+                (self._folder / START_FILE).write_text(summary + "\n", encoding="utf-8")
+                logger.info("%s", _start_lines(config, devices, num_steps))
+            optimizer = config.optimizer
+            self._rates = {
+                "lr_sparse": (optimizer.sparse.lr, rate_factor(optimizer.of_tables)),
+                "lr_dense": (optimizer.dense.lr, rate_factor(optimizer.of_dense)),
+            }
+            self._progress = Progress(
+                num_steps, visible=rank == 0, bar=config.train.progress, first_step=first_step or 0
+            )
+            opened.callback(self._progress.close)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._progress.close()
-        self._metrics.close()
-        for tracker in self._trackers:
-            tracker.close(status_of(error))
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._opened.__exit__(error_type, error, traceback)
+
+    def _close_trackers(self, error: type[BaseException] | None, *_: object) -> None:
+        close_trackers(self._trackers, error)
 
     @property
     def metrics_bytes(self) -> int:

@@ -58,10 +58,20 @@ def open_trackers(config: Config, run: str, resumed_step: int | None) -> list[Tr
             opened.append(_open(name, config, run, resumed_step))
     except BaseException as error:
         # MLflow would keep the run active and make it the parent of later runs of this process.
-        for tracker in opened:
-            tracker.close(status_of(type(error)))
+        close_trackers(opened, type(error))
         raise
     return opened
+
+
+def close_trackers(trackers: Iterable[Tracker], error: type[BaseException] | None) -> None:
+    """Close all trackers of a run that ended with ``error``. If one fails, this is only logged, so
+    that it does not hide ``error``.
+    """
+    for tracker in trackers:
+        try:
+            tracker.close(status_of(error))
+        except Exception:
+            logger.exception("a tracker could not be closed")
 
 
 def status_of(error: type[BaseException] | None) -> Status:
@@ -119,6 +129,7 @@ class _MLflow:
         self._logged: set[tuple[str, int]] = set()
         facts = config_facts(config)
         tags = {_RUN_TAG: run, "sbpflow.version": SBPFLOW_VERSION}
+        active = None
         try:
             query = f"tags.`{_RUN_TAG}` = '{run}'"
             runs = (
@@ -140,7 +151,11 @@ class _MLflow:
                     {re.sub(r"[^\w. :/-]", "_", key): text for key, text in facts.items()},
                     run_id=active.info.run_id,
                 )
-        except self._error as error:
+        except BaseException as error:
+            if active is not None:
+                self.close(status_of(type(error)))
+            if not isinstance(error, self._error):
+                raise
             hint = "set MLFLOW_TRACKING_URI to a server or to, for example, sqlite:///mlflow.db"
             raise _cannot_start("mlflow", error, hint) from error
         self._id: str = active.info.run_id

@@ -2,7 +2,9 @@
 
 import json
 import struct
+from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from sbpflow.config.load import config_facts, load_config
 from sbpflow.errors import ConfigError, PeerStoppedError
 from sbpflow.models.registry import MODELS
 from sbpflow.training import trackers
+from sbpflow.training.report import Report
 from tests.training.test_resume import CONFIG, interrupted, run, words
 
 needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
@@ -45,22 +48,67 @@ def test_a_missing_package_is_rejected_before_the_run_starts(synth_set, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_that_cannot_start_ends_the_trackers_before_it(monkeypatch):
-    class Tracker:
-        def close(self, status):
-            closed.append(status)
+class Closing:
+    """A tracker that stores its status and fails to close."""
 
+    def __init__(self, closed):
+        self.closed = closed
+
+    def close(self, status):
+        self.closed.append(status)
+        raise OSError("no space left")
+
+
+def test_a_tracker_that_cannot_start_ends_the_trackers_before_it(monkeypatch, caplog):
     def start(name, *_):
         if name == "wandb":
             raise ConfigError("wandb cannot start")
-        return Tracker()
+        return Closing(closed)
 
     closed = []
     monkeypatch.setattr(trackers, "_open", start)
-    config = load_config(CONFIG, ["train.trackers=[mlflow, wandb]"], models=MODELS)
+    chosen = "train.trackers=[tensorboard, mlflow, wandb]"
+    config = load_config(CONFIG, [chosen], models=MODELS)
     with pytest.raises(ConfigError, match="wandb cannot start"):
         trackers.open_trackers(config, "run", None)
-    assert closed == ["FAILED"]
+    assert closed == ["FAILED", "FAILED"]
+    assert caplog.text.count("OSError: no space left") == 2
+
+
+def test_a_report_that_cannot_start_ends_its_trackers(tmp_path):
+    closed = []
+    (tmp_path / "start.txt").mkdir()
+    config = load_config(CONFIG, [f"run.dir={tmp_path}"], models=MODELS)
+    start = partial(Report, config, rank=0, num_steps=1, devices=["cpu"], sections={})
+    with pytest.raises(IsADirectoryError):
+        start(resumed=(1, 0), trackers=lambda step: [Closing(closed), Closing(closed)])
+    assert closed == ["FAILED", "FAILED"]
+
+
+@pytest.mark.parametrize("resumed_step", [None, 1])
+def test_a_run_of_mlflow_ends_if_it_cannot_be_filled(monkeypatch, resumed_step):
+    class Down(Exception):
+        pass
+
+    def fail(*_, **__):
+        raise Down("the server is down")
+
+    info = SimpleNamespace(run_id="7")
+    known = SimpleNamespace(info=info, data=SimpleNamespace(metrics={"step/loss": 0.5}))
+    ended = []
+    mlflow = SimpleNamespace(
+        exceptions=SimpleNamespace(MlflowException=Down),
+        search_runs=lambda **_: [known],
+        start_run=lambda *_, **__: known,
+        log_params=fail,
+        MlflowClient=lambda: SimpleNamespace(get_metric_history=fail),
+        end_run=ended.append,
+    )
+    monkeypatch.setattr(trackers, "import_module", lambda name: mlflow)
+    config = load_config(CONFIG, ["train.trackers=[mlflow]"], models=MODELS)
+    with pytest.raises(ConfigError, match=r"mlflow cannot start \(the server is down"):
+        trackers.open_trackers(config, "run", resumed_step)
+    assert ended == ["FAILED"]
 
 
 def test_without_trackers_no_package_is_imported(synth_set, tmp_path, monkeypatch):
