@@ -33,7 +33,7 @@ and Python refuses to convert thousands of digits.
 REAL_PATTERN = r" *\+?(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 NAN_PATTERN = r"(?i) *[+-]?nan"
 INFINITE_PATTERN = r"(?i) *([+-]?)inf(?:inity)?"
-KEY_PATTERNS = {"hex": r"[0-9a-fA-F]{8}", "integer": r"-?0*[0-9]{1,19}"}
+KEY_PATTERNS = {"hex": r"[0-9a-fA-F]{8}", "integer": r"(-?)0*([0-9]{1,19})"}
 KEY_BYTES, CHECK_BYTES = 8, 4
 EXPECTED = {"hex": "eight hex digits", "integer": "an integer", "string": "a string"}
 EXAMPLES = {"hex": "05db9164", "integer": "7", "string": "red"}
@@ -119,7 +119,8 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
             raise Misfit
         return int(cell, 16), 0
     if kind == "integer":
-        if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
+        match = _KEY.fullmatch(cell)
+        if match is None or (number := int(match[1] + match[2])) not in _INT64:
             raise Misfit
         return number & _ALL_BITS, 0
     raise ValueError(f"the kind must be hex, integer, or string, got {kind!r}")

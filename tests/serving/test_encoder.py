@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from sbpflow.data import load_manifest, open_loader
@@ -38,7 +38,7 @@ ODD = ["NA", "", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.
        ".", "1,5", "1.0,5", "1e", "1e-3", "1e400", "nan", "-NaN", "inf", "-Infinity", "-0",
        "2147483647", "2147483648",
        "-2147483648", "99999999999", "9223372036854775807", "9223372036854775808",
-       "-9223372036854775808", "0" * 30 + "7", "0123abCD", "0123abcg", "\u0665", "a,b", 'say "x"',
+       "-9223372036854775808", "0" * 5000 + "7", "0123abCD", "0123abcg", "\u0665", "a,b", 'say "x"',
        "two\nlines", "p|q", "a:b", "3.4028236e38", "123456789012345678", "1_0",
        "1e+-5"]  # fmt: skip
 TYPED = [None, 0, 1, -1, 7, 2**31, -(2**63), 2**63 - 1, 2**32 - 1]
@@ -139,6 +139,7 @@ def columns_of_one(values):
     st.lists(st.sampled_from(FLOATS), min_size=1, max_size=5),
     st.lists(st.sampled_from([None, True, False]), min_size=1, max_size=3),
 ))  # fmt: skip
+@example(values=ODD)
 def test_keys_equal_those_of_prepare(kind, values):
     try:
         series = columns_of_one(values)
