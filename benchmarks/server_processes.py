@@ -52,6 +52,7 @@ class ServerProcesses:
     ) -> None:
         self.addresses = list(addresses)
         self.secret_file = folder / "secret"
+        self.secret_file.unlink(missing_ok=True)  # an existing file would keep its mode
         self.secret_file.touch(mode=0o600)
         self.secret_file.write_text(secrets.token_hex(32))
         self._prefixes, self._log = prefixes, folder / "servers.log"

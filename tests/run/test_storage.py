@@ -243,6 +243,7 @@ def test_local_servers_share_the_memory_and_have_a_private_secret(monkeypatch):
 
 
 def test_the_servers_of_a_benchmark_have_a_private_secret(tmp_path):
+    (tmp_path / "secret").touch(mode=0o644)
     assert ServerProcesses(tmp_path, [], []).secret_file.stat().st_mode & 0o777 == 0o600
 
 
