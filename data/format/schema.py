@@ -37,7 +37,7 @@ CHECK = "__check"
 GROUP, TIME, ROW_KEY = "__group", "__time", "__row_key"
 """Names of the staged copies of non-feature columns that may also be features"""
 _RESERVED = (SPLIT_COLUMN, GROUP, TIME, ROW_KEY)
-NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+NUMBER = r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, slots=True)

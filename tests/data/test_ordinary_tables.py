@@ -3,6 +3,7 @@
 import csv
 import datetime
 import random
+import time
 
 import numpy as np
 import polars as pl
@@ -105,6 +106,13 @@ def test_a_label_rule_that_only_looks_like_a_comparison_is_refused(tmp_path, rul
     literal = HEAD + f"quote: '\"'\nlabel: {{y: ['{rule}']}}\nsparse: {{c: string}}\n"
     assert run(tmp_path, literal, tmp_path / "t.csv") == 0
     assert labels_of(tmp_path / "set") == [1, 0]
+
+
+def test_long_digits_in_a_label_rule_are_read_in_linear_time():
+    schema = {"label": {"y": ">" + "1" * 20_000 + "x"}, "sparse": {"c": "string"}}
+    began = time.process_time()
+    read_schema(schema)
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize(
