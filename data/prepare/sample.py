@@ -39,7 +39,8 @@ def needs_schema(source: Input) -> bool:
     if source.is_table:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
-    text = _head(source, 1 << 20, errors="replace")  # ``prepare`` skips lines with broken encoding
+    # ``prepare`` skips lines with broken encoding
+    text, _ = _head(source, 1 << 20, errors="replace")
     if text.partition("\n")[0].count("\t") + 1 == len(CRITEO.columns):
         return False
     return _separator(text) is not None
@@ -62,16 +63,16 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         frame = plain_types(_joined(frames, names))
         return Sample(frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)), names)
     texts = [_head(source, _MAX_BYTES // count) for source in chosen]
-    separator = _separator(texts[0])
+    separator = _separator(texts[0][0])
     if separator is None:
         raise DataError(
             f"{chosen[0].path}: the first line is not a list of column names; list the columns in "
             "a --schema file (docs/data.md)"
         )
-    quote = _quote("\n".join(texts), separator)
+    quote = _quote("\n".join(text.rstrip("\n") for text, _ in texts), separator)
     frames = [
-        _cells(source, text, separator, quote, MAX_ROWS // count)
-        for source, text in zip(chosen, texts, strict=True)
+        _cells(source, text, is_cut, separator, quote).head(MAX_ROWS // count)
+        for source, (text, is_cut) in zip(chosen, texts, strict=True)
     ]
     return Sample(pl.concat(frames, how="diagonal"), names, separator, quote is not None)
 
@@ -91,17 +92,19 @@ def _joined(frames: Sequence[pl.DataFrame], names: Sequence[str]) -> pl.DataFram
         ) from error
 
 
-def _head(source: Input, num_bytes: int, errors: str = "strict") -> str:
-    """Return the complete lines in the first ``num_bytes`` bytes of a text file.
+def _head(source: Input, num_bytes: int, errors: str = "strict") -> tuple[str, bool]:
+    """Return the complete lines in the first ``num_bytes`` bytes of a text file, and whether the
+    file may continue after them.
 
     ``errors`` is the error handler for bytes that are not UTF-8 text.
     """
     with open_text(source.path) as text:
         raw = text.file.read(num_bytes)
-    if len(raw) == num_bytes:
+    is_cut = len(raw) == num_bytes
+    if is_cut:
         raw = raw[: raw.rfind(b"\n") + 1]
     try:
-        return raw.decode(errors=errors).replace("\r\n", "\n")
+        return raw.decode(errors=errors).replace("\r\n", "\n"), is_cut
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source.path}: the first rows are not UTF-8 text; convert the file"
@@ -115,7 +118,7 @@ def _separator(text: str) -> str | None:
     first = "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])
     best, most = None, 1
     for mark in SEPARATORS:
-        lines = [line for line in _quoted(mark).sub("q", first).split("\n") if line]
+        lines = [line for line in _shortened(first, mark).split("\n") if line]
         counts = [line.count(mark) + 1 for line in lines]
         if counts and counts[0] > most and counts.count(counts[0]) >= 0.9 * len(counts):
             best, most = mark, counts[0]
@@ -131,13 +134,34 @@ def _quoted(separator: str) -> re.Pattern[str]:
     return re.compile(f'(?:^|(?<={end}))"(?:[^"]|"")*+"(?={end}|$)')
 
 
+def _shortened(text: str, separator: str) -> str:
+    """Return the text with each quoted cell replaced by a letter."""
+    return _quoted(separator).sub(
+        lambda found: "q" if _is_cell(found, separator) else found[0], text
+    )
+
+
+def _is_cell(found: re.Match[str], separator: str) -> bool:
+    """Return whether the quotes enclose a cell. They do not if they are in different lines that,
+    without the quotes, are complete rows.
+    """
+    if "\n" not in found[0]:
+        return True
+    text = found.string
+    end = text.find("\n", found.end())
+    lines = text[text.rfind("\n", 0, found.start()) + 1 : None if end < 0 else end].split("\n")
+    count = text.partition("\n")[0].count(separator)
+    return any(line.count(separator) != count for line in lines)
+
+
 def _quote(text: str, separator: str) -> str | None:
     """Return the quote character, or None if no quote in the text encloses a whole cell. CSV may
     have quotes after the sample.
     """
     if _QUOTE not in text:
         return _QUOTE if separator in CSV_SEPARATORS else None
-    return _QUOTE if _quoted(separator).search(text) else None
+    matches = _quoted(separator).finditer(text)
+    return _QUOTE if any(_is_cell(found, separator) for found in matches) else None
 
 
 def _schema(names: tuple[str, ...], separator: str, quote: str | None) -> Schema:
@@ -172,7 +196,7 @@ def _are_names(cells: Sequence[str]) -> bool:
 
 
 def _cells(
-    source: Input, text: str, separator: str, quote: str | None, num_rows: int
+    source: Input, text: str, is_cut: bool, separator: str, quote: str | None
 ) -> pl.DataFrame:
     names, body = _names(text, separator, quote)
     if not names:
@@ -184,22 +208,38 @@ def _cells(
         raise DataError(
             f"{source.path}: the header contains {twice[0]!r} twice; rename one of the columns"
         )
-    while quote and body.count(b'"') % 2:  # the end of the sample may cut off a quoted cell
-        body = body[: body.rfind(b'"')]
-        body = body[: body.rfind(b"\n") + 1]
     if not body:
         raise DataError(f"{source.path} has no rows after the line of column names")
-    try:
+    if quote and b'"' in body:
+        body = _whole_records(body) if is_cut else body
+        schema = _schema(names, separator, quote)
+        frame = read_records(body, names, schema, BadLines())[0]
+        if frame.is_empty():
+            raise DataError(
+                f"{source.path}: none of the first rows has {len(names)} cells with correct "
+                'quotes; write a quote inside a quoted cell twice, such as "5"" wide"'
+            )
+    else:
         frame = pl.read_csv(
             io.BytesIO(body),
             has_header=False,
             separator=separator,
-            quote_char=quote,
+            quote_char=None,
             schema=dict.fromkeys(names, pl.String),
-            n_rows=num_rows,
             truncate_ragged_lines=True,
         )
-    except pl.exceptions.PolarsError:  # a record has bad quotes; ``prepare`` also skips it
-        schema = _schema(names, separator, quote)
-        frame = read_records(body, names, schema, BadLines())[0].head(num_rows)
     return frame.with_columns(pl.all().replace("", None))
+
+
+def _whole_records(body: bytes) -> bytes:
+    """Remove a record whose quoted cell is cut off by the end of the sample.
+
+    The last line with an odd number of quotes starts this record. If that line is in the first half
+    of the sample, it is treated as a bad row instead.
+    """
+    if body.count(b'"') % 2 == 0:
+        return body
+    start = end = len(body)
+    while body.count(b'"', start, end) % 2 == 0:
+        start, end = body.rfind(b"\n", 0, start - 1) + 1, start
+    return body[:start] if 2 * start > len(body) else body

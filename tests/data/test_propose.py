@@ -238,6 +238,34 @@ def test_quotes_that_do_not_enclose_whole_cells(tmp_path, rows, quote, line):
     assert line in text
 
 
+@pytest.mark.parametrize(
+    ("mark", "rows", "text"),
+    [
+        (",", {100: '0,"p,"v"'}, "2,999 rows"),
+        (",", {100: '0,"p,"v"', 180: '1,"q","v'}, "2,998 rows"),
+        ("\t", {100: '0\t"p\tv', 185: '1\tx\tv"'}, "3,000 rows"),
+        ("\t", {1: '0\t"p\tv', 45: '1\tx\tv"'}, "3,000 rows"),
+    ],
+)
+def test_a_stray_quote_costs_at_most_its_own_row(tmp_path, mark, rows, text):
+    cells = '{},"p","v{}"' if mark == "," else "{}\tp\tv{}"
+    lines = [rows.get(n, cells.format(n % 2, n % 9)) for n in range(3000)]
+    (tmp_path / "t.csv").write_text("\n".join([mark.join(["click", "c", "d"]), *lines]) + "\n")
+    assert f"# Proposed from {text} of t.csv" in propose([tmp_path / "t.csv"]).text
+
+
+@pytest.mark.parametrize("stray", [3, 30])
+def test_a_stray_quote_before_the_end_of_the_sample_removes_no_more_than_half(
+    tmp_path, monkeypatch, stray
+):
+    monkeypatch.setattr("sbpflow.data.prepare.sample._MAX_BYTES", 800)
+    lines = [f'{n % 2},"p{n % 3}, or q"' for n in range(200)]
+    lines[stray] = '0,"p'
+    (tmp_path / "t.csv").write_text("\n".join(["click,c", *lines]) + "\n")
+    num_rows = int(propose([tmp_path / "t.csv"]).text.split()[3])
+    assert num_rows >= 29
+
+
 def test_rows_come_from_several_files(tmp_path):
     for number in range(12):
         (tmp_path / f"day_{number}").write_text("click,c\n" + f"{number % 2},v{number}\n" * 30)
@@ -253,6 +281,11 @@ def test_rows_come_from_several_files(tmp_path):
         ("a,a\n1,2\n", DataError, "the header contains 'a' twice; rename one of the columns"),
         ("a,b\n", DataError, "has no rows after the line of column names"),
         ("", DataError, "the first line is not a list"),
+        (
+            'a,b\n"1",x"y"\n"3",x"z"\n',
+            DataError,
+            "none of the first rows has 2 cells with correct quotes",
+        ),
         ('"a"b,"c"\n1,2\n', DataError, "the first line is not a list"),
     ],
 )
