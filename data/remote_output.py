@@ -42,14 +42,16 @@ def make_remote(
     the arguments and all files are the same. Raises ConfigError if a set already exists at the URL,
     unless ``overwrite`` is true.
     """
-    if (url / MANIFEST).exists() and not overwrite:
-        raise ConfigError(f"--output {url}: a set already exists; use --overwrite to replace it")
-    check_exists(inputs)
-    plan = _plan(words, (*inputs, *others))
     name = f"{url.name}-{hashlib.sha256(url.url.encode()).hexdigest()[:12]}"
     folder = cache_dir() / "prepare" / name
     make_private(folder.parent)
     with only_run(folder, url):
+        if (url / MANIFEST).exists() and not overwrite:
+            raise ConfigError(
+                f"--output {url}: a set already exists; use --overwrite to replace it"
+            )
+        check_exists(inputs)
+        plan = _plan(words, (*inputs, *others))
         make_private(folder)
         _make_and_upload(url, folder, plan, make)
     return load_manifest(url, "--output")

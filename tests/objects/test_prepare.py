@@ -139,6 +139,24 @@ def test_only_one_run_at_a_time_writes_a_url(cache, tmp_path, monkeypatch, capsy
     assert not any((cache / "prepare").iterdir())
 
 
+def test_a_set_made_by_a_run_that_has_just_ended_is_not_replaced(
+    cache, tmp_path, monkeypatch, capsys
+):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(60))
+    words = ["prepare", "--input", str(rows), "--output", "memory://ended/set"]
+    only_run = remote_output.only_run
+
+    def only_run_after_another(*args):
+        monkeypatch.setattr(remote_output, "only_run", only_run)
+        assert main([*words, "--seed", "8"]) == 0
+        return only_run(*args)
+
+    monkeypatch.setattr(remote_output, "only_run", only_run_after_another)
+    assert main(words) == 2
+    assert "a set already exists; use --overwrite to replace it" in capsys.readouterr().err
+    assert load_manifest("memory://ended/set").content["seed"] == 8
+
+
 @pytest.mark.slow
 def test_an_existing_set_is_replaced_only_on_request(s3, inputs, cache, capsys):
     assert command() == 0
