@@ -209,7 +209,10 @@ class ShardCache:
         """
         waits, own_lock = False, self._lock_of(reserved.with_suffix(""))
         with hold(self._room, wait=True):
-            files = sorted(_files_in(self._limit.folder))
+            # Reservations of killed processes come first, so that they do not evict files.
+            files = sorted(
+                _files_in(self._limit.folder), key=lambda file: (file[2].suffix != _RESERVED, file)
+            )
             excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
             for _, size, path in files:
                 if excess <= 0:

@@ -211,6 +211,20 @@ def test_a_reservation_of_a_killed_process_does_not_take_up_room(local, tmp_path
     assert not [*tmp_path.glob("*/*.reserved")]
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_reservation_of_a_killed_process_evicts_no_file(local, tmp_path, split):
+    url = RemotePath(f"memory://evicted/{split}")
+    upload(local.path, url, last=("manifest.json",))
+    cache = load_manifest(url, cache=options(tmp_path, size_of(local, "train") + 1)).cache
+    *names, last = [shard.file for shard in local.shards("train")]
+    cache.get_all(names)
+    reserved = last if split == "train" else local.shards(split)[0].file
+    with (cache.folder / f"{reserved}.reserved").open("wb") as file:
+        file.truncate((local.path / last).stat().st_size)
+    cache.get_all([last])
+    assert all((cache.folder / name).is_file() for name in [*names, last])
+
+
 def test_an_unknown_split_is_refused(local, tmp_path):
     url = RemotePath("memory://unknown/set")
     upload(local.path, url, last=("manifest.json",))
