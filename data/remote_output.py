@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.prepare.remote import InputPath, size_of, version
-from sbpflow.data.prepare.source import check_exists
+from sbpflow.data.prepare.source import check_exists, is_data
 from sbpflow.data.prepare.workspace import only_run
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
@@ -51,7 +51,7 @@ def make_remote(
                 f"--output {url}: a set already exists; use --overwrite to replace it"
             )
         check_exists(inputs)
-        plan = _plan(words, (*inputs, *others))
+        plan = _plan(words, inputs, others)
         make_private(folder)
         _make_and_upload(url, folder, plan, make)
     return load_manifest(url, "--output")
@@ -83,10 +83,13 @@ def _make_and_upload(
     shutil.rmtree(folder)
 
 
-def _plan(words: Sequence[str], paths: Sequence[InputPath]) -> str:
-    """Return a digest of the arguments, and of the versions of all files at ``paths``."""
-    entries = (entry for path in paths for entry in (path.iterdir() if path.is_dir() else [path]))
-    files = sorted((*map(str, version(f)), size_of(f)) for f in entries if f.is_file())
+def _plan(words: Sequence[str], inputs: Sequence[InputPath], others: Sequence[InputPath]) -> str:
+    """Return a digest of the arguments, and of the versions of all files that the command reads."""
+    read: list[InputPath] = []
+    for path in (*inputs, *others):
+        entries = path.iterdir() if path.is_dir() else [path]
+        read += filter(is_data, entries) if path.is_dir() and path in inputs else entries
+    files = sorted((*map(str, version(f)), size_of(f)) for f in read if f.is_file())
     return hashlib.sha256(json.dumps([list(words), files]).encode()).hexdigest()
 
 

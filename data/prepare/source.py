@@ -90,7 +90,7 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
     for path in paths:
         if path.is_dir():
             entries = list(path.iterdir())
-            inside = sorted(filter(_is_data, entries), key=_natural)
+            inside = sorted(filter(is_data, entries), key=_natural)
             if log:
                 _log_skipped(path, entries, inside)
             if not inside:
@@ -126,7 +126,8 @@ def check_exists(paths: Sequence[InputPath]) -> None:
             raise ConfigError(f"--input {path}: no such file or folder")
 
 
-def _is_data(path: InputPath) -> bool:
+def is_data(path: InputPath) -> bool:
+    """Return True if ``prepare`` reads this entry of an input folder."""
     named = path.suffix.lower() in SUFFIXES or _PARTS.fullmatch(path.name) is not None
     return named and path.is_file() and not path.name.startswith(".")
 

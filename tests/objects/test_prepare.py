@@ -83,11 +83,11 @@ def test_an_interrupted_upload_continues(s3, inputs, cache, tmp_path, capsys):
     assert main(["verify", str(SET)]) == 0
 
 
-@pytest.mark.parametrize("changed", ["nothing", "rows", "schema", "like"])
+@pytest.mark.parametrize("changed", ["nothing", "unread", "rows", "schema", "like"])
 def test_an_upload_continues_only_if_no_file_has_changed(
     cache, tmp_path, monkeypatch, caplog, changed
 ):
-    rows, schema, old = (tmp_path / name for name in ("rows.csv", "schema.yaml", "old"))
+    rows, schema, old = (tmp_path / name for name in ("in/rows.csv", "schema.yaml", "old"))
     url = RemotePath(f"memory://continued/{changed}")
 
     def write_values(value):
@@ -98,8 +98,9 @@ def test_an_upload_continues_only_if_no_file_has_changed(
         schema.write_text("\n".join(lines))
 
     def run(output, *options):
-        return main(["prepare", "--input", str(rows), "--output", str(output), *options])
+        return main(["prepare", "--input", str(rows.parent), "--output", str(output), *options])
 
+    rows.parent.mkdir()
     write_values("1")
     write_schema("string")
     assert run(old, "--schema", str(schema)) == 0
@@ -110,13 +111,15 @@ def test_an_upload_continues_only_if_no_file_has_changed(
             run(url.url, *options)
     if changed == "rows":
         write_values("2")
+    elif changed == "unread":
+        (rows.parent / "_SUCCESS").touch()
     elif changed == "schema":
         write_schema("integer")
     elif changed == "like":
         assert run(old, "--schema", str(schema), "--seed", "8", "--overwrite") == 0
     caplog.set_level("INFO")
     assert run(url.url, *options) == 0
-    assert ("resuming the upload" in caplog.text) == (changed == "nothing")
+    assert ("resuming the upload" in caplog.text) == (changed in ("nothing", "unread"))
     assert run(tmp_path / "set", *options) == 0
     assert load_manifest(url).fingerprint == load_manifest(tmp_path / "set").fingerprint
 
