@@ -80,15 +80,19 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         options = options_like(load_manifest(args.like, "--like"), options)
     useless = [key for key in _OF_VOCABULARIES if getattr(args, key)]
     if useless and not options.counted:
-        advice = f"hash fewer fields, such as --hash-size {options.fields[0]}=1000000"
+        advice = ""
+        if len(options.keys) > 1:
+            advice = f", or make a set with keys for fewer fields, such as --keys {options.keys[0]}"
+        elif len(options.hash_sizes) > 1 and args.like is None:
+            name = options.hash_sizes[0][0]
+            advice = f", or hash fewer fields, such as --hash-size {name}=1000000"
         if options.keys:
-            advice = (
-                f"make a set with keys for fewer fields, such as --keys {options.keys[0]}. In "
-                "training, model.fields.PATTERN.admit_count selects the keys that get rows"
+            advice += (
+                ". In training, model.fields.PATTERN.admit_count selects the keys that get rows"
             )
         raise ConfigError(
             f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys, "
-            f"hashed ids, or buckets; remove the option, or {advice}"
+            f"hashed ids, or buckets; remove the option{advice}"
         )
     return prepare(options)
 

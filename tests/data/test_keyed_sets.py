@@ -268,6 +268,35 @@ def test_options_without_effect_are_refused(tmp_path, capsys, more, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("columns", "more"),
+    [
+        ("sparse: {city: string}", ["--hash-size", "9", "--spare", "1"]),
+        ("sparse: {city: string}", ["--keys", "--spare", "1"]),
+        ("dense: {a: {buckets: 8}}", ["--spare", "1"]),
+        ("sparse: {city: string, b: string}", ["--like", "--grow"]),
+    ],
+)
+def test_options_are_advised_only_if_they_give_a_field_a_vocabulary(
+    tmp_path, capsys, columns, more
+):
+    (tmp_path / "t.csv").write_text("".join(f"{n % 2},c{n % 3},b,{n}\n" for n in range(60)))
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(f"separator: ','\ncolumns: [click, city, b, a]\nlabel: click\n{columns}\n")
+    words = ["prepare", "--input", tmp_path / "t.csv", "--output", tmp_path / "set"]
+    if "--like" in more:
+        old = [*words[:-1], tmp_path / "old", "--schema", schema, "--hash-size", "9"]
+        assert main([*map(str, old)]) == 0
+        more = ["--like", tmp_path / "old", "--grow"]
+    else:
+        words += ["--schema", schema]
+    assert main([*map(str, [*words, *more])]) == 2
+    error = capsys.readouterr().err
+    assert "no field has a vocabulary" in error
+    assert "; remove the option" in error
+    assert "remove the option, or" not in error
+
+
 def test_growth_and_shared_vocabularies_are_checked(keyed, tmp_path, capsys):
     source = write_csv(tmp_path / "t.csv", ROWS)
     words = ["prepare", "--like", keyed.path, "--input", source, "--output", tmp_path / "more"]
