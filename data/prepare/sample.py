@@ -10,7 +10,7 @@ import polars as pl
 
 from sbpflow.data.format.schema import CRITEO, CSV_SEPARATORS, SEPARATORS, Kind, Schema
 from sbpflow.data.prepare.cells import REAL_PATTERN
-from sbpflow.data.prepare.csv_text import read_records, split_cells, split_record
+from sbpflow.data.prepare.csv_text import is_utf8, read_records, split_cells, split_record
 from sbpflow.data.prepare.piece import BadLines
 from sbpflow.data.prepare.source import Input, open_text
 from sbpflow.data.prepare.tables import plain_types, table_columns, table_head
@@ -40,7 +40,7 @@ def needs_schema(source: Input) -> bool:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
     # ``prepare`` skips lines with broken encoding
-    text, _ = _head(source, 1 << 20, errors="replace")
+    text = _head(source, 1 << 20)[0].decode(errors="replace")
     if text.partition("\n")[0].count("\t") + 1 == len(CRITEO.columns):
         return False
     return _separator(text) is not None
@@ -62,17 +62,18 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         frames = [table_head(source.path, MAX_ROWS // count) for source in chosen]
         frame = plain_types(_joined(frames, names))
         return Sample(frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)), names)
-    texts = [_head(source, _MAX_BYTES // count) for source in chosen]
-    separator = _separator(texts[0][0])
+    heads = [_head(source, _MAX_BYTES // count) for source in chosen]
+    texts = [_utf8(source, raw) for source, (raw, _) in zip(chosen, heads, strict=True)]
+    separator = _separator(texts[0])
     if separator is None:
         raise DataError(
             f"{chosen[0].path}: the first line is not a list of column names; list the columns in "
             "a --schema file (docs/data.md)"
         )
-    quote = _quote("\n".join(text.rstrip("\n") for text, _ in texts), separator)
+    quote = _quote("\n".join(text.rstrip("\n") for text in texts), separator)
     frames = [
         _cells(source, text, is_cut, separator, quote).head(MAX_ROWS // count)
-        for source, (text, is_cut) in zip(chosen, texts, strict=True)
+        for source, text, (_, is_cut) in zip(chosen, texts, heads, strict=True)
     ]
     return Sample(pl.concat(frames, how="diagonal"), names, separator, quote is not None)
 
@@ -92,23 +93,33 @@ def _joined(frames: Sequence[pl.DataFrame], names: Sequence[str]) -> pl.DataFram
         ) from error
 
 
-def _head(source: Input, num_bytes: int, errors: str = "strict") -> tuple[str, bool]:
+def _head(source: Input, num_bytes: int) -> tuple[bytes, bool]:
     """Return the complete lines in the first ``num_bytes`` bytes of a text file, and whether the
     file may continue after them.
-
-    ``errors`` is the error handler for bytes that are not UTF-8 text.
     """
     with open_text(source.path) as text:
         raw = text.file.read(num_bytes)
     is_cut = len(raw) == num_bytes
     if is_cut:
         raw = raw[: raw.rfind(b"\n") + 1]
-    try:
-        return raw.decode(errors=errors).replace("\r\n", "\n"), is_cut
-    except UnicodeDecodeError as error:
+    return raw.replace(b"\r\n", b"\n"), is_cut
+
+
+def _utf8(source: Input, raw: bytes) -> str:
+    """Return the text without lines that have broken encoding, as ``prepare`` skips these lines.
+
+    Raises DataError if the first line or more than 1% of the lines have broken encoding.
+    """
+    if is_utf8(raw):
+        return raw.decode()
+    lines = raw.split(b"\n")
+    good = [line for line in lines if is_utf8(line)]
+    if good[:1] != lines[:1] or len(good) < 0.99 * len(lines):
         raise DataError(
-            f"{source.path}: the first rows are not UTF-8 text; convert the file"
-        ) from error
+            f"{source.path}: the encoding of the first rows is not UTF-8; convert the file, for "
+            "example with `iconv -f LATIN1 -t UTF-8`"
+        )
+    return b"\n".join(good).decode()
 
 
 def _separator(text: str) -> str | None:

@@ -295,6 +295,23 @@ def test_a_table_without_usable_names_is_refused(tmp_path, text, error, message)
         propose([tmp_path / "t.csv"])
 
 
+@pytest.mark.parametrize("first", [0, 99])
+def test_a_row_with_broken_encoding_is_left_out(tmp_path, first):
+    rows = [f"{n % 2},v{n % 3}".encode() for n in range(200)]
+    rows[first] = b"1,caf\xe9"
+    (tmp_path / "t.csv").write_bytes(b"\n".join([b"click,c", *rows]) + b"\n")
+    text = propose([tmp_path / "t.csv"]).text
+    assert "# Proposed from 199 rows" in text
+    assert "c: string  # 'v0', 'v1', 'v2'" in text
+
+
+@pytest.mark.parametrize("broken", [b"click,caf\xe9\n1,a\n", b"click,c\n" + b"1,\xe9\n0,b\n" * 60])
+def test_a_table_in_another_encoding_is_refused(tmp_path, broken):
+    (tmp_path / "t.csv").write_bytes(broken)
+    with pytest.raises(DataError, match="the encoding of the first rows is not UTF-8; convert"):
+        propose([tmp_path / "t.csv"])
+
+
 def test_remote_tables_are_copied_first(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     from sbpflow.data.prepare.remote import input_path
