@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import polars as pl
 
 from sbpflow.data.prepare.cells import LABELS, REAL_PATTERN, times
+from sbpflow.data.prepare.tables import COLUMN_TYPES
 
 ColumnKind = Literal["empty", "integer", "real", "boolean", "date", "list", "text", "other"]
 
@@ -122,9 +123,11 @@ def _kind(values: pl.Series) -> _Kind:
         return _text_kind(values)
     if kind == pl.Boolean:
         return _Kind("boolean", values.cast(pl.String))
-    if kind.is_integer():
+    if kind.is_integer() and kind in COLUMN_TYPES:
+        if _is_large(values):
+            return _Kind("text", values.cast(pl.String))
         return _Kind("integer", values)
-    if kind.is_float():
+    if kind.is_float() and kind in COLUMN_TYPES:
         whole = values.cast(pl.Int64, strict=False)
         if whole.null_count() == 0 and bool((whole == values).all()):
             return _Kind("integer", whole)
@@ -133,12 +136,19 @@ def _kind(values: pl.Series) -> _Kind:
         return _Kind("date", values.cast(pl.Datetime("us")).cast(pl.Int64))
     if isinstance(kind, pl.List | pl.Array) and _can_be_listed(kind.inner):
         values = values.arr.to_list() if isinstance(kind, pl.Array) else values
+        if _is_large(values.explode()):
+            values = values.cast(pl.List(pl.String))
         return _Kind("list" if values.list.len().max() else "empty", values)
     return _Kind("other", values)
 
 
 def _can_be_listed(kind: pl.DataType) -> bool:
-    return kind.is_integer() or kind in (pl.String, pl.Boolean, pl.Null)
+    return kind in COLUMN_TYPES and not kind.is_float()
+
+
+def _is_large(values: pl.Series) -> bool:
+    """Return whether integers exceed the range of int64, so that only strings can hold them."""
+    return values.dtype == pl.UInt64 and int(values.max() or 0) >= 2**63
 
 
 def _text_kind(texts: pl.Series) -> _Kind:

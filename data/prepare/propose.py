@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from sbpflow.config.yaml_text import load_yaml
@@ -53,6 +54,7 @@ _SKEW = 20
 """A logarithm is proposed if the 99% quantile exceeds this multiple of the median, or of 1 if the
 median is smaller
 """
+_LARGEST = float(np.finfo(np.float32).max)
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
 
 
@@ -280,10 +282,12 @@ def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:
     if column.kind == "other":
         kind = f"{column.values.dtype!s:.40}"
         return f"values of type {kind} cannot be read; convert them to numbers or strings"
-    if column.distinct == 1:
+    if column.distinct == 1 and column.values.n_unique() == 1:  # lists may differ in length
         value = column.values[0]
         value = value.to_list() if isinstance(value, pl.Series) else value
         return f"only the value {value!r:.40}"
+    if column.kind == "real" and _in_range(column).n_unique() < 2:
+        return "fewer than two different values in the float32 range"
     if column.longest > MAX_VALUES:
         return f"lists of up to {column.longest:,} values, but the maximum is {MAX_VALUES:,}"
     if column.kind == "text" and column.is_unique:
@@ -302,13 +306,24 @@ def _list(column: ColumnFacts) -> str:
 
 def _transform(column: ColumnFacts) -> str:
     """Return the transform of a dense column: ``log1`` for skewed values of 0 or more, or else
-    ``standardise``.
+    ``standardise``; with ``clip`` if ``prepare`` would refuse some of the values.
     """
-    values = column.values.cast(float)
+    values = _in_range(column)
     median, high = values.median(), values.quantile(0.99)
     is_skewed = isinstance(median, float) and high is not None and high > _SKEW * max(median, 1.0)
     name = "log1" if is_skewed and float(values.min()) >= 0 else "standardise"
-    return name if column.decimal == "." else f'{{transform: {name}, decimal: "{column.decimal}"}}'
+    more = "" if column.decimal == "." else f', decimal: "{column.decimal}"'
+    if len(values) < len(column.values):
+        low, high = (repr(float(value)) for value in (values.min(), values.max()))
+        texts = (end if "." in end else end.replace("e", ".0e") for end in (low, high))  # for YAML
+        more += f", clip: [{', '.join(texts)}]"
+    return f"{{transform: {name}{more}}}" if more else name
+
+
+def _in_range(column: ColumnFacts) -> pl.Series:
+    """Return the values of a column of numbers that are finite as float32."""
+    values = column.values.cast(float)
+    return values.filter(values.abs() <= _LARGEST)
 
 
 def _name(name: str) -> str:

@@ -10,7 +10,7 @@ from sbpflow.data.prepare.piece import Piece
 from sbpflow.errors import DataError
 
 PIECE_ROWS = 1 << 18
-_COLUMN_TYPES = (
+COLUMN_TYPES = (
     *(pl.String, pl.Null, pl.Float32, pl.Float64, pl.Boolean),
     *(pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64),
 )
@@ -101,12 +101,12 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
             names = [part.name.lower() for part in kind.inner.fields]
             parts = [part.dtype for part in kind.inner.fields]
             is_pair = len(parts) == 2 and not names[0].startswith("weight")
-            return is_pair and all(part in _COLUMN_TYPES for part in parts)
+            return is_pair and all(part in COLUMN_TYPES for part in parts)
         lists = {name for column in schema.many for name in (column.name, column.weights)}
-        return name in lists and kind.inner in _COLUMN_TYPES
+        return name in lists and kind.inner in COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
         # If dates were read as integers, their unit, such as days, would depend on the file.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         is_date = is_date and name not in schema.features
-        return kind in _COLUMN_TYPES or (is_date and schema.time[1] != "integer")
-    return kind in _COLUMN_TYPES
+        return kind in COLUMN_TYPES or (is_date and schema.time[1] != "integer")
+    return kind in COLUMN_TYPES

@@ -397,7 +397,14 @@ def test_types_that_differ_between_files_are_named(tmp_path):
          "tags: {kind: integer, max: 4}"),
         ("days", [[datetime(2024, 5, 1)]] * 60, "days: values of type List(Datetime"),
         ("size", [float("inf")] * 60, "size: only the value inf"),
-        ("size", cycle(0.0, 1e300), "size: standardise"),
+        ("size", cycle(0.0, 1e300), "size: fewer than two different values in the float32 range"),
+        ("size", cycle(0.5, float("inf"), 2.0), "size: {transform: standardise, clip: [0.5, 2.0]}"),
+        ("size", cycle(0.5, -1e300, 0.5, 1e30), "size: {transform: log1, clip: [0.5, 1.0e+30]}"),
+        ("size", pl.Series(cycle(1, 2), dtype=pl.Int128), "size: values of type Int128"),
+        ("tags", pl.Series([[1], [2]] * 30, dtype=pl.List(pl.Int128)), "tags: values of type List"),
+        ("size", pl.Series(cycle(1, 2**63), dtype=pl.UInt64), "size: string"),
+        ("tags", pl.Series([[1], [2**63]] * 30, dtype=pl.List(pl.UInt64)), "tags: {kind: string"),
+        ("tags", cycle([], ["a"]), "tags: {kind: string"),
         ("^a$", cycle("p", "q"), "^a$: rename the column"),
     ],
 )  # fmt: skip
@@ -407,3 +414,5 @@ def test_unusual_columns_of_parquet(tmp_path, name, cells, line):
     text = propose([tmp_path / "t.parquet"]).text
     assert any(shown.strip("# ").startswith(line) for shown in text.splitlines()), text
     assert read_schema(load_yaml(text)).label == "click"
+    words = ["--input", tmp_path / "t.parquet", "--output", tmp_path / "set", "--schema", "auto"]
+    assert main(["prepare", *map(str, words)]) == 0
