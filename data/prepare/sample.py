@@ -82,15 +82,27 @@ def _joined(frames: Sequence[pl.DataFrame], names: Sequence[str]) -> pl.DataFram
     try:
         return pl.concat(frames, how="diagonal_relaxed")
     except pl.exceptions.PolarsError as error:
-        kinds: dict[str, dict[str, None]] = {}
+        columns: dict[str, list[pl.DataFrame]] = {}
         for frame in frames:
-            for name, kind in frame.schema.items():
-                kinds.setdefault(name, {})[str(kind)] = None
-        differ = [f"{name} ({', '.join(of)})" for name, of in kinds.items() if len(of) > 1]
+            for name in frame.columns:
+                columns.setdefault(name, []).append(frame[[name]])
+        differ = [
+            f"{name} ({', '.join(dict.fromkeys(str(part.dtypes[0]) for part in parts))})"
+            for name, parts in columns.items()
+            if not _can_join(parts)
+        ]
         raise DataError(
             f"{', '.join(names)}: the types of a column differ: {'; '.join(differ)}; write each "
             "column with the same type in all files"
         ) from error
+
+
+def _can_join(frames: Sequence[pl.DataFrame]) -> bool:
+    try:
+        pl.concat(frames, how="vertical_relaxed")
+    except pl.exceptions.PolarsError:
+        return False
+    return True
 
 
 def _head(source: Input, num_bytes: int) -> tuple[bytes, bool]:

@@ -378,8 +378,8 @@ def test_lists_of_real_numbers_are_not_categories_and_large_integers_are_shown(t
 
 
 def test_types_that_differ_between_files_are_named(tmp_path):
-    for number, tags in enumerate((["a"], "a")):
-        frame = pl.DataFrame({"click": [0, 1], "tags": [tags] * 2})
+    for number, tags in enumerate((["a"], "a")):  # integers and real numbers are joined
+        frame = pl.DataFrame({"click": [0, 1], "n": [(1, 0.5)[number]] * 2, "tags": [tags] * 2})
         frame.write_parquet(tmp_path / f"day_{number}.parquet")
     message = r"day_0\.parquet, day_1\.parquet: .* differ: tags \(List\(String\), String\); write"
     with pytest.raises(DataError, match=message):
