@@ -6,6 +6,7 @@ A guess is used only if the user accepts it: the user checks the text and passes
 """
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -179,7 +180,7 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
         return name, _share(values.str.to_lowercase().is_in(["true", "1", "1.0"]))
     if column.kind == "text" and column.distinct == 2:
         rare = str(values.value_counts(sort=True)[values.name][1])
-        value = json.dumps(rare, ensure_ascii=False)
+        value = _quoted(rare)
         value = f"[{value}]" if comparison(rare) or is_wrong_comparison(rare) else value
         return f"{{{name}: {value}}}", _share(values == rare)
     if column.kind in ("integer", "real") and 2 <= column.distinct <= 2 * _MAX_SMALL:
@@ -227,8 +228,8 @@ def _split(column: ColumnFacts) -> str:
         _moment(column, place).replace(" ", "T") if column.kind == "date" else str(place)
         for place in places
     ]
-    name = repr(column.name)[1:-1]
-    return f'--split "time:{name}<{texts[0]},{name}<{texts[1]}"'
+    name = column.name
+    return f"--split {_shell_word(f'time:{name}<{texts[0]},{name}<{texts[1]}')}"
 
 
 def _features(columns: Sequence[ColumnFacts]) -> list[str]:
@@ -329,7 +330,23 @@ def _in_range(column: ColumnFacts) -> pl.Series:
 def _name(name: str) -> str:
     """Return a column name as YAML, in quotes if YAML would misread the plain name."""
     try:
-        is_plain = load_yaml(f"{{{name}: 1}}") == {name: 1}
+        is_plain = name.isprintable() and load_yaml(f"{{{name}: 1}}") == {name: 1}
     except ConfigError:
         is_plain = False
-    return name if is_plain else json.dumps(name, ensure_ascii=False)
+    return name if is_plain else _quoted(name)
+
+
+def _quoted(text: str) -> str:
+    """Return the text in double quotes for YAML, on one line.
+
+    JSON leaves some line breaks unescaped, or else writes emoji as surrogates, which YAML refuses.
+    """
+    raw = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in raw)
+
+
+def _shell_word(text: str) -> str:
+    """Return the text as one word of a shell command, on one line."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + _quoted(text)[1:-1].replace("'", "\\'") + "'"

@@ -2,6 +2,7 @@
 
 import csv
 import random
+import subprocess
 from datetime import datetime, timedelta
 
 import polars as pl
@@ -37,7 +38,7 @@ quote: '"'
 label: {rating: ">= 3"}  # guess: 10 values, 0.5 to 5; 52.2% are 1
 time: {timestamp: integer}  # guess: 2001-09-09 01:55 to 2001-12-31 23:35
 # The rows are not in time order; to split by time, add: --split \
-"time:timestamp<1008047324,timestamp<1009045973"
+'time:timestamp<1008047324,timestamp<1009045973'
 group: {userId: integer}  # guess, for GAUC: 50 values, 0 to 49
 sparse:
   userId: integer  # 50 values, 0 to 49
@@ -209,13 +210,39 @@ def test_other_separators_and_quotes_at_the_end_of_the_sample(tmp_path, monkeypa
     assert "time: day" in text
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\U000e0001", '": \u2028\U0001f600'])
+def test_names_and_values_may_contain_unprintable_characters(tmp_path, mark):
+    name, value = f"a{mark}b", f"x{mark}y"
+    rows = {
+        name: [n / 7 for n in range(60)],
+        "c": cycle("p", "q", "r"),
+        f"liked{mark}b": cycle(value, "z", "z"),
+    }
+    pl.DataFrame(rows).write_parquet(tmp_path / "t.parquet")
+    schema = read_schema(load_yaml(propose([tmp_path / "t.parquet"]).text))
+    assert (schema.label, schema.label_rule.values) == (f"liked{mark}b", (value,))
+    assert schema.dense == (name,)
+
+
+@pytest.mark.parametrize("name", ["the day", "the $day", "it's", "the\nday", "the\u2028'day\x85"])
+def test_a_proposed_split_is_one_word_of_a_shell(tmp_path, name):
+    days = [datetime(2024, 5, 31 - n % 30) for n in range(60)]
+    frame = pl.DataFrame({name: days, "c": cycle("p", "q", "r"), "click": cycle(0, 1)})
+    frame.write_parquet(tmp_path / "t.parquet")
+    line = propose([tmp_path / "t.parquet"]).text.partition("split by time, add: ")[2]
+    command = f"printf %s {line.splitlines()[0].removeprefix('--split ')}"
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, check=True,
+                           env={"LC_ALL": "C.UTF-8"}).stdout  # fmt: skip
+    assert shown.decode().startswith(f"time:{name}<2024-05-")
+
+
 def test_names_may_contain_line_breaks(tmp_path):
     days = [f"{n // 3},v{n % 3},2024-05-{31 - n % 30:02},{n % 2}" for n in range(60)]
     (tmp_path / "t.csv").write_text("\n".join(['n,c,"the\nday","cli\ncked"', *days]) + "\n")
     text = propose([tmp_path / "t.csv"]).text
     assert '\nlabel: "cli\\ncked"  # guess' in text
     assert '\ntime: "the\\nday"  # guess' in text
-    assert '--split "time:the\\nday<2024-05-' in text
+    assert "--split $'time:the\\nday<2024-05-" in text
     words = ["--input", tmp_path / "t.csv", "--output", tmp_path / "set", "--schema", "auto"]
     assert main(["prepare", *map(str, words)]) == 0
 
