@@ -84,7 +84,7 @@ def work_folder(output: Path) -> Path:
 @contextmanager
 def only_run(output: Path, name: object = None) -> Iterator[None]:
     """Hold a lock (flock) on the file ``OUTPUT.work.lock`` while an output is made. ``name`` is the
-    output in messages (by default, its path).
+    URL to which ``output``, a folder in the user's cache folder, is uploaded.
 
     The file is removed at the end, so a lock is valid only if the path still refers to the locked
     file. Raises ConfigError if another run holds the lock.
@@ -95,9 +95,10 @@ def only_run(output: Path, name: object = None) -> Iterator[None]:
         file = _locked(path, name or output)
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
-        raise ConfigError(
-            f"--output: {path} cannot be created ({reason}); use, for example, out/criteo"
-        ) from error
+        advice = "use, for example, out/criteo"
+        if name is not None:
+            advice = "set XDG_CACHE_HOME to a folder that you own (for example, $PWD/cache)"
+        raise ConfigError(f"--output: {path} cannot be created ({reason}); {advice}") from error
     with file:
         try:
             yield

@@ -7,6 +7,7 @@ import pytest
 
 from sbpflow.data import load_manifest, remote_output
 from sbpflow.data.__main__ import main
+from sbpflow.data.prepare import workspace
 from sbpflow.data.prepare.source import find_inputs, read_piece
 from sbpflow.runtime.files import remote_path
 from sbpflow.runtime.files.remote_path import RemotePath
@@ -158,6 +159,20 @@ def test_a_set_made_by_a_run_that_has_just_ended_is_not_replaced(
     assert main(words) == 2
     assert "a set already exists; use --overwrite to replace it" in capsys.readouterr().err
     assert load_manifest("memory://ended/set").content["seed"] == 8
+
+
+@pytest.mark.parametrize("is_lock", [False, True])
+def test_a_cache_folder_that_cannot_be_used_is_named(cache, tmp_path, monkeypatch, capsys, is_lock):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(60))
+    if is_lock:
+        monkeypatch.setattr(workspace, "hold", lambda path: path.parent.open())
+    else:
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / "prepare").touch()
+    assert main(["prepare", "--input", str(rows), "--output", "memory://unusable/set"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be created" in error
+    assert "; set XDG_CACHE_HOME to a folder that you own" in error
 
 
 @pytest.mark.slow
