@@ -324,7 +324,7 @@ def test_ids_equal_those_of_encode(loops, drawn):
         except UnicodeEncodeError:
             assume(False)
         (folder / "s.yaml").write_text(yaml.safe_dump(schema, sort_keys=False))
-        words = ["--input", folder / "t.csv", "--output", folder / "set", "--min-count", "2"]
+        words = ["--input", folder / "t.csv", "--output", folder / "set"]
         words += ["--schema", folder / "s.yaml", "--max-bad-fraction", "0.9", *options]
         assert main(["prepare", *map(str, words)]) == 0
         like = load_manifest(folder / "set")
