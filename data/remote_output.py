@@ -44,14 +44,6 @@ def make_remote(
     """
     name = f"{url.name}-{hashlib.sha256(url.url.encode()).hexdigest()[:12]}"
     folder = cache_dir() / "prepare" / name
-    try:
-        make_private(folder.parent)
-    except OSError as error:
-        reason = (error.strerror or "cannot be used").lower()
-        raise ConfigError(
-            f"--output {url}: the set is built in {folder.parent}, which cannot be created "
-            f"({reason}); set XDG_CACHE_HOME to a folder that you own (for example, $PWD/cache)"
-        ) from error
     with only_run(folder, url):
         if (url / MANIFEST).exists() and not overwrite:
             raise ConfigError(

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 from uuid import uuid4
 
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.cache_dir import make_private
 from sbpflow.runtime.files.file_lock import HeldError, hold, sign
 from sbpflow.runtime.files.json_file import JsonError, read_json
 from sbpflow.runtime.files.local_path import local_path
@@ -91,7 +92,10 @@ def only_run(output: Path, name: object = None) -> Iterator[None]:
     """
     path = work_folder(output).with_name(f"{output.name}.work.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            make_private(path.parent)
         file = _locked(path, name or output)
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()

@@ -72,7 +72,7 @@ def test_a_second_calibration_repeats_no_measurement(ranks, tmp_path):
     assert any(line["name"].startswith("all ") for line in lines)
     for line in lines:
         assert np.array(line["totals"]).shape == (2, NUM_FEATURES)
-        assert len(line["rounds_ms"]) in (1, 2)  # on a busy machine, there is no time for two
+        assert len(line["rounds_ms"]) in (1, 2)  # one on a busy machine
         assert min(line["rounds_ms"]) > 0
     profile = load(tmp_path / "measured.json")
     assert "GB/s" in describe(profile)
