@@ -8,7 +8,6 @@ law, and the id statistics are computed from the same law.
 """
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from torch import Tensor
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.measure import spread_of
 from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
@@ -36,7 +36,6 @@ HIDDEN = ((16,), (64, 32), (16,), (256, 64))
 # In every seventh sample, batches have as many ids as those of a large model.
 LARGE_EVERY = 7
 TWO_HOPS = ("(S(0), S(0))", "unique")
-_SPREAD = 7919  # multiplying by it spreads hot rows over a table, as in prepared sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +179,7 @@ def draw_ids(
     """Sample ids from a distribution, with the hot ids spread over the table."""
     cumulative = _cumulative(num_rows, law)
     ranks = np.searchsorted(cumulative, random.random(shape) * cumulative[-1])
-    # Without a common factor, the products are distinct rows.
-    spread = next(n for n in range(_SPREAD, 2 * _SPREAD) if math.gcd(n, num_rows) == 1)
-    return np.minimum(ranks, num_rows - 1) * spread % num_rows
+    return np.minimum(ranks, num_rows - 1) * spread_of(num_rows) % num_rows
 
 
 @lru_cache(64)

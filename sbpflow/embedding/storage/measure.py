@@ -300,9 +300,15 @@ def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch
 
 def _draw(count: int, rows: int, skew: float, generator: torch.Generator) -> Tensor:
     ids = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * rows).long()
-    # Spread hot rows over the table. Without a common factor, the products are distinct rows.
-    spread = next(n for n in range(7919, 2 * 7919) if math.gcd(n, rows) == 1)
-    return (ids * spread).remainder(rows).to(torch.int32)
+    return (ids * spread_of(rows)).remainder(rows).to(torch.int32)
+
+
+def spread_of(num_rows: int) -> int:
+    """Return a number without a factor in common with ``num_rows``. Row IDs that are multiplied by
+    it, modulo ``num_rows``, stay distinct, and hot rows are spread over the table, as in prepared
+    sets.
+    """
+    return next(n for n in range(7919, 2 * 7919) if math.gcd(n, num_rows) == 1)
 
 
 def _software() -> dict[str, str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ARENA_BYTES = 1 << 36  # Reserved address space; only pages in use take memory.
 IN_FLIGHT = 1024  # Maximum number of messages in flight per pair and channel.
-LATE = IN_FLIGHT // 2  # A message that this many messages older is copied before ``wait``.
+LATE = IN_FLIGHT // 2  # A message is copied without ``wait`` if it is this many messages late.
 MAX_CHANNELS = 512
 _LINE = 16  # Number of int32 words per cache line.
 # Number of int64 words per descriptor: the message's offset, size in bytes, and number, and the
@@ -134,9 +134,10 @@ class Receiving:
     def receive(self, number: int, shared: "SharedMemory") -> None:
         """Wait for message ``number`` and copy it to its target.
 
-        Messages arrive in order. A message that is LATE messages older is therefore copied, too.
-        Otherwise, a message that nobody waits for (its batch was never used, and is in a reference
-        cycle) would block the ring. Raises the same errors as ``Arriving.wait``.
+        Messages arrive in order, so all earlier messages have arrived, too. Those sent at least
+        LATE messages earlier are also copied. Otherwise, a message that nobody waits for (its batch
+        was never used, and is in a reference cycle) would block the ring. Raises the same errors as
+        ``Arriving.wait``.
         """
         if number in self._expected:
             shared.await_message(self._ring, number, self._peer)
