@@ -1,4 +1,4 @@
-"""Tests linear layers on plain tensors with both libraries, against float64."""
+"""Tests linear layers on plain tensors with both libraries and padding, against float64."""
 
 import pytest
 import torch
@@ -13,12 +13,17 @@ def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-def use_onednn(monkeypatch: pytest.MonkeyPatch, used: bool = True) -> None:
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: used)
-    monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: used)
+WAYS = ("oneDNN", "MKL", "MKL with padding")
 
 
-@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "MKL"])
+def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
+    assert way in WAYS
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: way == "oneDNN")
+    monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: way == "oneDNN")
+    monkeypatch.setattr(products, "padding_is_faster", lambda: way == "MKL with padding")
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
     ("rows", "widths", "outputs"),
@@ -33,8 +38,8 @@ def use_onednn(monkeypatch: pytest.MonkeyPatch, used: bool = True) -> None:
     ],
     ids=str,
 )
-def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, onednn, monkeypatch):
-    use_onednn(monkeypatch, onednn)
+def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, way, monkeypatch):
+    use(monkeypatch, way)
     *xs, weight, offset = tensors = [v.requires_grad_() for v in inputs(rows, widths, outputs)]
     upstream = torch.randn(outputs, rows, generator=torch.Generator().manual_seed(4)).t()
     out = products.linear_of_tensors(xs, weight, offset if bias else None)
@@ -50,18 +55,19 @@ def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, one
         torch.testing.assert_close(value.double(), want, rtol=0, atol=2e-6 * scale)
 
 
-def test_gradients_are_computed_only_where_they_are_wanted(monkeypatch):
-    use_onednn(monkeypatch)
-    x, weight, offset = inputs(512, [416], 64)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_computed_only_where_they_are_wanted(way, monkeypatch):
+    use(monkeypatch, way)
+    x, weight, offset = inputs(512, [413], 61)
     products.linear_of_tensors([x], weight.requires_grad_(), offset).sum().backward()
     assert x.grad is None
     assert offset.grad is None
-    torch.testing.assert_close(weight.grad, x.sum(0).expand(64, 416), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(61, 413), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [torch.randn(128)[::2], torch.randn(1).expand(64)])
 def test_a_bias_need_not_be_contiguous(bias, monkeypatch):
-    use_onednn(monkeypatch)
+    use(monkeypatch)
     x, weight, _ = inputs(512, [416], 64)
     wanted = F.linear(x.double(), weight.double(), bias.double())
     got = products.linear(x, weight, bias).double()
@@ -70,7 +76,7 @@ def test_a_bias_need_not_be_contiguous(bias, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.bfloat16])
 def test_other_dtypes_are_left_to_torch(dtype, monkeypatch):
-    use_onednn(monkeypatch)
+    use(monkeypatch)
     grads = []
     for function in (products.linear, F.linear):
         x, weight, offset = (
@@ -83,11 +89,12 @@ def test_other_dtypes_are_left_to_torch(dtype, monkeypatch):
     assert torch.equal(grads[1], grads[3])
 
 
-def test_second_derivatives_equal_those_of_torch(monkeypatch):
-    use_onednn(monkeypatch)
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_equal_those_of_torch(way, monkeypatch):
+    use(monkeypatch, way)
     second = []
     for function in (products.linear, F.linear):
-        x, weight, offset = (v.requires_grad_() for v in inputs(512, [416], 64))
+        x, weight, offset = (v.requires_grad_() for v in inputs(512, [413], 61))
         out = function(x, weight, offset).tanh()
         (first,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
         (out.sum() + first.square().sum()).backward()
@@ -97,15 +104,16 @@ def test_second_derivatives_equal_those_of_torch(monkeypatch):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
 
 
-def test_only_tensors_that_gradients_need_are_kept(monkeypatch):
-    use_onednn(monkeypatch)
-    x, weight, offset = inputs(512, [416], 64)
+@pytest.mark.parametrize("way", WAYS)
+def test_only_tensors_that_gradients_need_are_kept(way, monkeypatch):
+    use(monkeypatch, way)
+    x, weight, offset = inputs(512, [413], 61)
     hidden = x.requires_grad_() * 2
     out = products.linear(hidden, weight, offset)
     hidden.add_(1)  # a frozen weight needs no input
     out.sum().backward()
-    torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(512, 416), rtol=1e-4, atol=1e-4)
-    x, weight, offset = inputs(512, [416], 64)
+    torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(512, 413), rtol=1e-4, atol=1e-4)
+    x, weight, offset = inputs(512, [413], 61)
     out = products.linear(x, weight.requires_grad_(), offset)
     with torch.no_grad():
         weight.add_(1)  # without a gradient of the input, the weight's value is not needed
@@ -113,17 +121,18 @@ def test_only_tensors_that_gradients_need_are_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "family", "capability", "outputs", "gradients"),
+    ("vendor", "family", "capability", "outputs", "gradients", "padding"),
     [
-        ("AuthenticAMD", "26", "AVX512", True, True),
-        ("AuthenticAMD", "25", "AVX512", True, False),
-        ("AuthenticAMD", "26", "AVX2", False, False),
-        ("GenuineIntel", "6", "AVX512", False, False),
-        (None, None, "DEFAULT", False, False),
+        ("AuthenticAMD", "26", "AVX512", True, True, False),
+        ("AuthenticAMD", "25", "AVX512", True, False, False),
+        ("AuthenticAMD", "26", "AVX2", False, False, True),
+        ("GenuineIntel", "6", "AVX512", False, False, False),
+        ("GenuineIntel", "6", "AVX2", False, False, False),
+        (None, None, "DEFAULT", False, False, False),
     ],
 )
-def test_the_cpu_decides_which_library_is_used(
-    vendor, family, capability, outputs, gradients, monkeypatch
+def test_the_cpu_decides_how_products_are_computed(
+    vendor, family, capability, outputs, gradients, padding, monkeypatch
 ):
     facts = {} if vendor is None else {"vendor_id": vendor, "cpu family": family}
     monkeypatch.setattr(products, "cpu_facts", lambda: facts)
@@ -133,13 +142,36 @@ def test_the_cpu_decides_which_library_is_used(
     assert decided is (outputs and has_library)
     monkeypatch.setattr(products, "onednn_is_faster", lambda: decided)
     assert products.onednn_gradients_are_faster.__wrapped__() is (gradients and has_library)
+    has_mkl = torch.backends.mkl.is_available()
+    assert products.padding_is_faster.__wrapped__() is (padding and has_mkl)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs_", "outputs", "strides"),
+    [
+        (512, 416, 37, (40, 416)),
+        (512, 413, 64, (64, 416)),
+        (512, 413, 37, (40, 416)),
+        (512, 416, 64, (64, 416)),  # needs no padding
+        (16, 413, 37, (37, 413)),  # too small
+        (4096, 413, 9, (9, 413)),  # too narrow
+    ],
+)
+def test_results_have_padding(rows, inputs_, outputs, strides, monkeypatch):
+    use(monkeypatch, "MKL with padding")
+    x, weight, bias = inputs(rows, [inputs_], outputs)
+    given = []
+    x.requires_grad_().register_hook(lambda gradient: given.append(gradient.stride(0)))
+    out = products.linear_of_tensors([x], weight, bias)
+    out.sum().backward()
+    assert (out.stride(0), *given) == strides
 
 
 @pytest.mark.parametrize(
     ("width", "used", "gradients"), [(416, True, True), (416, True, False), (13, False, False)]
 )
 def test_only_large_products_use_onednn(width, used, gradients, monkeypatch):
-    use_onednn(monkeypatch)
+    use(monkeypatch)
     monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: gradients)
     x, weight, offset = inputs(1024, [width], 64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -149,12 +181,12 @@ def test_only_large_products_use_onednn(width, used, gradients, monkeypatch):
     assert ("aten::mkldnn_linear_backward_weights" in names) is gradients
 
 
-@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "MKL"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(700, 64, 416), (700, 416, 64), (600, 300, 300), (5, 3, 2)]
 )
-def test_weight_gradients_are_added_in_blocks_of_rows(rows, outputs, inputs, onednn, monkeypatch):
-    use_onednn(monkeypatch, onednn)
+def test_weight_gradients_are_added_in_blocks_of_rows(rows, outputs, inputs, way, monkeypatch):
+    use(monkeypatch, way)
     monkeypatch.setattr(products, "_COPIED_BYTES", 1)  # blocks of the least size, 256 rows
     generator = torch.Generator().manual_seed(5)
     gradient, x = (torch.randn(rows, n, generator=generator) for n in (outputs, inputs))

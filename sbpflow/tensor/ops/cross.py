@@ -17,7 +17,7 @@ from sbpflow.tensor.dispatch import apply, check_ndim, check_same_dtype, letters
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
-from sbpflow.tensor.ops.products import add_product, add_weight_gradient, product
+from sbpflow.tensor.ops.products import add_product, add_weight_gradient, padded, product
 from sbpflow.tensor.signature import Choice, make_rule
 
 # Rows are processed in blocks, of which a tensor takes up to ``_BLOCK_BYTES`` (measured on an AMD
@@ -143,7 +143,8 @@ class _Cross(torch.autograd.Function):
         layer_grads = _by_layer(ctx.counts, weight_grads)
         start_grad = torch.zeros_like(start)
         for rows in reversed(_blocks(start)):
-            first, g, total = start[rows], gradient[rows].clone(), start_grad[rows]
+            first, total = start[rows], start_grad[rows]
+            g = padded(first, first.shape[1]).copy_(gradient[rows])
             for layer, layer_grad in zip(reversed(layers), reversed(layer_grads), strict=True):
                 (*lower, upper, _), (*lower_grad, upper_grad, bias_grad) = layer, layer_grad
                 moved, inner, entering = kept.pop(), kept.pop(), kept.pop()

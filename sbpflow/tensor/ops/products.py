@@ -1,10 +1,12 @@
 """Computes linear layers on plain tensors with the faster of torch's two libraries for CPUs.
 
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
-torch as well, is faster for large products (``docs/decisions/engine.md``). For gradients of
-weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA units. The
-CPU decides, not a measurement, because the libraries differ in the last bits: on equal CPUs, all
-ranks and all starts of a run compute the same bits for products of the same shape.
+torch as well, is faster for large products on CPUs with AVX-512 (``docs/decisions/engine.md``). For
+gradients of weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA
+units. On AMD CPUs without AVX-512, MKL is slower if the results of a row do not start at a multiple
+of 32 bytes, so such results get padding. The CPU decides, not a measurement, because the libraries
+differ in the last bits: on equal CPUs, all ranks and all starts of a run compute the same bits for
+products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
@@ -23,6 +25,7 @@ from sbpflow.tensor.autograd import Context
 _LEAST_PRODUCTS = 1 << 22
 _LEAST_GRADIENT_PRODUCTS = 1 << 23
 _LEAST_WIDTH = 16
+_ALIGNED = 8  # float32 values in 32 bytes
 # Rows are copied in blocks: larger copies are slower, because the allocator returns them to the
 # system each time.
 _COPIED_BYTES, _LEAST_ROWS = 8 << 20, 256
@@ -38,7 +41,8 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
     # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
     columns = [part.contiguous() for part in weight.split(widths, 1)]
     narrow, *wider = sorted(range(len(xs)), key=lambda n: widths[n])
-    if not _uses_onednn(xs[wider[-1]], weight.shape[0]):
+    widest, outputs = xs[wider[-1]], weight.shape[0]
+    if not _uses_onednn(widest, outputs) and not _needs_padding(widest, outputs):
         # The widest input comes last, so that the largest product is fused with an addition.
         total = F.linear(xs[narrow], columns[narrow], bias)
         for n in wider:
@@ -51,14 +55,16 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]."""
-    if _may_use_onednn(x):
+    """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]. The rows of a result
+    may have padding.
+    """
+    if _is_plain(x) and (onednn_is_faster() or _pads_layer(x, weight)):
         return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` of float32 matrices, with the faster library for every product. Its second
+    """``F.linear`` of float32 matrices, with the faster way for every product. Its second
     derivatives are computed as those of ``F.linear``.
     """
 
@@ -87,13 +93,27 @@ class _Linear(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias``, like ``linear``, but without gradients."""
-    if not _uses_onednn(x, weight.shape[0]):
+    outputs = weight.shape[0]
+    if _needs_padding(x, outputs):
+        out = padded(x, outputs)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+    if not _uses_onednn(x, outputs):
         return F.linear(x, weight, bias)
     if bias is not None:
         bias = bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(
         x.contiguous(), weight.contiguous(), bias, "none", [], ""
     )
+
+
+def padded(x: Tensor, outputs: int) -> Tensor:
+    """Return a new tensor for a product of x [b, k] with ``outputs`` results per row ([b, outputs],
+    not initialized), whose rows have padding if that makes the product faster.
+    """
+    width = outputs + -outputs % _ALIGNED if _needs_padding(x, outputs) else outputs
+    return x.new_empty(x.shape[0], width)[:, :outputs]
 
 
 def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
@@ -134,24 +154,50 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
         total += gradient.t() @ x
 
 
-def _may_use_onednn(x: Tensor) -> bool:
+def _is_plain(x: Tensor) -> bool:
+    """Return whether x is a float32 matrix on CPU, to which autocast does not apply."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.ndim == 2
         and not torch.is_autocast_enabled("cpu")
-        and onednn_is_faster()
     )
 
 
-def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
-    """Return whether oneDNN computes a product of x [b, k] with ``outputs`` results per row, or
-    with a gradient [b, outputs], of at least ``least`` terms.
+def _is_large(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
+    """Return whether a product of x [b, k] with ``outputs`` results per row, or with a gradient [b,
+    outputs], has at least ``least`` terms.
     """
+    return x.numel() * outputs >= least and min(x.shape[-1], outputs) >= _LEAST_WIDTH
+
+
+def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
+    return _is_plain(x) and _is_large(x, outputs, least) and onednn_is_faster()
+
+
+def _pads_layer(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the result of a linear layer, or the gradient of x, needs padding."""
     return (
-        x.numel() * outputs >= least
-        and min(x.shape[-1], outputs) >= _LEAST_WIDTH
-        and _may_use_onednn(x)
+        any(width % _ALIGNED for width in weight.shape)
+        and _is_large(x, weight.shape[0])
+        and padding_is_faster()
+    )
+
+
+def _needs_padding(x: Tensor, outputs: int) -> bool:
+    return (
+        outputs % _ALIGNED != 0 and _is_plain(x) and _is_large(x, outputs) and padding_is_faster()
+    )
+
+
+@cache
+def padding_is_faster() -> bool:
+    """Return whether MKL computes large float32 products faster if results have padding."""
+    amd = cpu_facts().get("vendor_id") == "AuthenticAMD"
+    return (
+        amd
+        and torch.backends.mkl.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX2"
     )
 
 
