@@ -139,6 +139,36 @@ def test_device_auto_logs_why_it_uses_the_cpu(monkeypatch, tmp_path, caplog, cud
         assert not caplog.messages, "an explicit choice of the CPU is not explained"
 
 
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {"memory.max": "8000000\n"}, 8_000_000),
+        ("0::/", {"memory.max": "max\n"}, None),
+        ("0::/job/step", {"job/memory.max": "5000000", "job/step/memory.max": "max"}, 5_000_000),
+        ("0::/job/step", {"job/memory.max": "5", "job/step/memory.max": "4"}, 4),
+        ("5:cpu:/\n4:memory:/pod\n0::/", {"memory/pod/memory.limit_in_bytes": "70"}, 70),
+        ("4:memory:/path/of/the/host", {"memory/memory.limit_in_bytes": "60"}, 60),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("4:cpu,cpuacct:/", {"memory/memory.limit_in_bytes": "60"}, None),
+        ("0::/../other", {"memory.max": "50"}, 50),
+        (None, {"memory.max": "50"}, None),
+    ],
+)
+def test_the_memory_of_a_rank_is_limited_by_its_control_groups(
+    monkeypatch, tmp_path, groups, files, expected
+):
+    process, root = tmp_path / "cgroup", tmp_path / "root"
+    if groups is not None:
+        process.write_text(groups + "\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    monkeypatch.setattr(devices, "_CGROUPS", root)
+    monkeypatch.setattr(devices, "_CGROUPS_OF_PROCESS", process)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert devices.memory_bytes("cpu") == (physical if expected is None else expected)
+
+
 def test_a_negative_local_rank_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-5")
     with pytest.raises(

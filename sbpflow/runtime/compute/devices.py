@@ -1,8 +1,10 @@
 """Chooses the device of a rank, and explains why an expected GPU is not used."""
 
+import contextlib
 import os
 import platform
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from sbpflow.errors import ConfigError
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "gloo"}
 """Maps device types to c10d backends; "meta", for dry runs, never sends data."""
 _DRIVER = Path("/proc/driver/nvidia/version")
+_CGROUPS, _CGROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def backend_of_device(device_type: str) -> str:
@@ -78,15 +81,44 @@ def why_no_cuda() -> str:
 
 
 def memory_bytes(device_type: str) -> int | None:
-    """Return the memory of this rank's GPU, or of this machine, in bytes; ``None`` if unknown."""
+    """Return the memory in bytes of this rank's GPU, or, on CPU, the memory that this process may
+    use; ``None`` if unknown.
+    """
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return None
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
+    return min([physical, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Yield the memory limits in bytes of this process's control groups (versions 1 and 2), which
+    containers and job schedulers set.
+    """
+    try:
+        lines = _CGROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit = _CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, limit = _CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container, the path may be the host's, so only the root exists.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                with contextlib.suppress(OSError):
+                    text = (folder / limit).read_text().strip()
+                    if text != "max":
+                        yield int(text)
 
 
 def device_name(device: torch.device) -> str:
