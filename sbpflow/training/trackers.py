@@ -148,7 +148,7 @@ class _MLflow:
                 name = config.run.dir.resolve().name
                 active = self._mlflow.start_run(run_name=name, tags=tags, nested=True)
                 self._mlflow.log_params(
-                    {re.sub(r"[^\w. :/-]", "_", key): text for key, text in facts.items()},
+                    {_mlflow_name(key): text for key, text in facts.items()},
                     run_id=active.info.run_id,
                 )
         except BaseException as error:
@@ -162,7 +162,8 @@ class _MLflow:
         logger.info("MLflow run %s in %s", self._id, self._mlflow.get_tracking_uri())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        new = {name: value for name, value in values.items() if (name, step) not in self._logged}
+        named = {_mlflow_name(name): value for name, value in values.items()}
+        new = {name: value for name, value in named.items() if (name, step) not in self._logged}
         try:
             self._mlflow.log_metrics(new, step=step, run_id=self._id)
         except self._error as error:
@@ -173,6 +174,11 @@ class _MLflow:
             self._mlflow.end_run(status)
         except self._error as error:
             logger.warning("MLflow did not save the status %s: %s", status, error)
+
+
+def _mlflow_name(name: str) -> str:
+    """Return the name with ``_`` instead of characters that MLflow refuses, such as ``=``."""
+    return re.sub(r"[^\w. :/-]", "_", name)
 
 
 class _Wandb:

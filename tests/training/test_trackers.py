@@ -111,6 +111,26 @@ def test_a_run_of_mlflow_ends_if_it_cannot_be_filled(monkeypatch, resumed_step):
     assert ended == ["FAILED"]
 
 
+def test_metrics_of_mlflow_have_only_characters_that_it_accepts(monkeypatch):
+    def get_tracking_uri():
+        return "sqlite:///"
+
+    info = SimpleNamespace(run_id="7")
+    logged = []
+    mlflow = SimpleNamespace(
+        exceptions=SimpleNamespace(MlflowException=ValueError),
+        start_run=lambda *_, **__: SimpleNamespace(info=info),
+        log_params=lambda *_, **__: None,
+        log_metrics=lambda values, step, run_id: logged.append((values, step, run_id)),
+        get_tracking_uri=get_tracking_uri,
+    )
+    monkeypatch.setattr(trackers, "import_module", lambda name: mlflow)
+    config = load_config(CONFIG, ["train.trackers=[mlflow]"], models=MODELS)
+    [tracker] = trackers.open_trackers(config, "run", None)
+    tracker.log(3, {"valid/auc": 0.75, "valid/auc device=a+b": 0.5})
+    assert logged == [({"valid/auc": 0.75, "valid/auc device_a_b": 0.5}, 3, "7")]
+
+
 def test_without_trackers_no_package_is_imported(synth_set, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "import_module", None)
     assert run(synth_set, tmp_path, "train.max_steps=1") == 0
