@@ -360,6 +360,7 @@ class RemoteRecords:
         self._buffer = np.empty((0, self._length), self._word)
         self._readers: list[socket.socket] = []
         self._writers: list[_Writer] = []
+        weakref.finalize(self, _close, self._readers, self._writers)
         for index in range(self._num):
             rows = servers.share(index, num_rows)
             both = [
@@ -368,7 +369,6 @@ class RemoteRecords:
             ]
             self._readers.append(both[0])
             self._writers.append(_Writer(servers, index, both[1], self._writes))
-        weakref.finalize(self, _close, self._readers, self._writers)
 
     def read(self, rows: Array, out: Array) -> None:
         """See ``RecordStore.read``; raise ServerLostError if a server does not answer."""
