@@ -32,6 +32,7 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.measure import spread_of
 from sbpflow.run.planning.auto_scheme import Candidate, Rules, candidates, rank_candidates
 from sbpflow.runtime.ranks.topology import Link, Topology
 from sbpflow.runtime.ranks.world import World
@@ -90,7 +91,9 @@ def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
     tables, features = shape
     random = np.random.default_rng(rank)
     columns = [
-        (random.random((samples, f.hotness)) ** 3 * t.num_rows).astype(np.int64) * 7919 % t.num_rows
+        (random.random((samples, f.hotness)) ** 3 * t.num_rows).astype(np.int64)
+        * spread_of(t.num_rows)
+        % t.num_rows
         for t, f in zip(tables, features, strict=True)
     ]
     return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))

@@ -38,6 +38,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.storage.measure import spread_of
 from sbpflow.models.layered import LayeredPart
 from sbpflow.models.layers import MlpShape
 from sbpflow.models.wdl import WdlConfig, WdlSpec
@@ -256,7 +257,9 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
     tables, features = shape
     random = np.random.default_rng((rank, number))
     columns = [
-        (random.random((samples, f.hotness)) ** 6 * t.num_rows).astype(np.int64) * 7919 % t.num_rows
+        (random.random((samples, f.hotness)) ** 6 * t.num_rows).astype(np.int64)
+        * spread_of(t.num_rows)
+        % t.num_rows
         for t, f in zip(tables, features, strict=True)
     ]
     return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))
