@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
-from sbpflow.config.metrics import METRICS
 from sbpflow.config.parse import show
 from sbpflow.config.schema import Config
 from sbpflow.config.table_layouts import resolve_table_layouts
@@ -70,7 +69,7 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
     """Check settings against each split's number of rows, so that a run fails at its start, not at
     its end.
     """
-    train, size = config.train, config.data.batch_size
+    size = config.data.batch_size
     if batch_norm and size == 1:
         raise ConfigError(
             "data.batch_size: 1 is too small for the model's batch norm, which needs at least two "
@@ -81,14 +80,6 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
             f"data.batch_size: {size} leaves a last batch of one row ({rows['train']:,} rows in "
             "train), but the model's batch norm needs at least two; use data.tail: drop"
         )
-    scored = min(rows.get("val", 0), train.eval_rows or rows.get("val", 0))
-    for key, metric in config.watched.items():
-        if METRICS[metric].needs_all_rows and scored > train.exact_auc_rows:
-            raise ConfigError(
-                f"{key}: {metric} needs all scored rows at once, but an evaluation on val scores "
-                f"{scored:,} rows, more than train.exact_auc_rows ({train.exact_auc_rows:,}); "
-                f"use, for example, train.exact_auc_rows={scored}"
-            )
 
 
 def run_dir(config: Config) -> Path:

@@ -1,8 +1,8 @@
 """Describes the metrics of an evaluation, for early stopping, logs, and reports.
 
 A new metric needs an entry here, a field in ``training.metrics.Evaluation``, and code in
-``training.metrics.evaluate`` (and in ``histogram_auc`` if the metric can be computed from a
-histogram).
+``training.metrics.evaluate``, and in ``histogram_auc`` or ``training.grouped_metrics`` for
+evaluations of more than ``train.exact_auc_rows`` rows.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ ONE_CLASS = "all rows of val have the same class"
 @dataclass(frozen=True, slots=True)
 class MetricKind:
     """A metric; ``absent`` is the reason why an evaluation of val may lack the metric. Some metrics
-    need groups of rows, or (because a histogram is not enough) all scored rows at once.
+    need groups of rows.
     """
 
     label: str
     higher_is_better: bool
     absent: str
-    needs_all_rows: bool = False
     needs_groups: bool = False
 
     def is_better(self, value: float, best: float, min_delta: float) -> bool:
@@ -32,11 +31,7 @@ class MetricKind:
 METRICS: dict[Metric, MetricKind] = {
     "auc": MetricKind("AUC", True, ONE_CLASS),
     "gauc": MetricKind(
-        "GAUC by rows",
-        True,
-        "no group has rows of both classes",
-        needs_all_rows=True,
-        needs_groups=True,
+        "GAUC by rows", True, "no group has rows of both classes", needs_groups=True
     ),
     "logloss": MetricKind("logloss", False, ONE_CLASS),
     "normalised_entropy": MetricKind("normalized entropy", False, ONE_CLASS),

@@ -1,11 +1,13 @@
 """Tests training on a set with every kind of column: lists with weights, sample weights, groups."""
 
+import json
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
+import train_wdl
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import DataConfig
 from sbpflow.data import fields_of, load_manifest
@@ -170,3 +172,17 @@ def _batches_at_once(world: World, together: bool):
 def test_accumulated_weighted_batches_are_one_batch(ranks):
     for losses in ranks(2, _batches_at_once, False):
         assert losses == pytest.approx(ranks(1, _batches_at_once, True)[0], rel=1e-12)
+
+
+def test_gauc_of_more_rows_than_an_exact_auc_takes_can_stop_a_run(written, tmp_path):
+    scores = []
+    for exact in ("20000000", "0"):
+        words = [f"data.path={written}", f"run.dir={tmp_path / exact}", "model.hidden=[8]"]
+        words += ["train.stop={metric: gauc, patience: 3}", "train.epochs=20", "train.eval_every=3"]
+        words += ["model.wide.crosses=[]", "checkpoint.every=3"]
+        words += [f"train.exact_auc_rows={exact}", "data.batch_size=64"]
+        assert train_wdl.main(["--config", "configs/scheme1.yaml", *words]) == 0
+        lines = map(json.loads, (tmp_path / exact / "metrics.jsonl").read_text().splitlines())
+        scores.append([(n["step"], n["gauc"]) for n in lines if n.keys() >= {"step", "gauc"}])
+    assert len(scores[0]) > 2
+    assert scores[0] == [(step, pytest.approx(value)) for step, value in scores[1]]

@@ -224,13 +224,6 @@ def test_impossible_settings_for_the_data_are_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"^data\.batch_size: 1 .*data\.batch_size=2"):
         check_rows(single, {"train": 61, "val": 9}, batch_norm=True)
     check_rows(dropped, {"train": 61, "val": 9}, batch_norm=True)
-    watched = replace(config, train=TrainConfig(plateau=PlateauConfig(metric="gauc")))
-    check_rows(watched, {"train": 60, "val": 9}, batch_norm=True)
-    few = replace(watched, train=replace(watched.train, exact_auc_rows=8))
-    with pytest.raises(ConfigError, match=r"^train\.plateau\.metric: .*train\.exact_auc_rows=9$"):
-        check_rows(few, {"train": 60, "val": 9}, batch_norm=True)
-    check_rows(replace(few, train=replace(few.train, eval_rows=8)), {"train": 60, "val": 9},
-               batch_norm=True)  # fmt: skip
 
 
 def test_a_plateau_reaches_the_optimizers(ranks):
