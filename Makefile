@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTHON ?= python3
-RANKS ?= 2
+# Each rank needs its own GPU if there are GPUs.
+RANKS ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" = 1 ] && echo 1 || echo 2)
 DEMO_ROWS ?= 300000
 # One thread per rank: the ranks run in parallel, and more threads than cores slow them down.
 export OMP_NUM_THREADS ?= 1

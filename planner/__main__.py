@@ -18,7 +18,7 @@ def calibrate(argv: Sequence[str]) -> int:
         description="Measure the engine on this machine and write a profile of its costs.",
     )
     parser.add_argument(
-        "--ranks", type=int, help="number of processes; default: one per GPU, at least 2"
+        "--ranks", type=int, help="number of processes; default: one per GPU, or 2 on CPU"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seconds", type=float, help="limit on the total time; default: 270")
@@ -36,7 +36,7 @@ def calibrate(argv: Sequence[str]) -> int:
     from sbpflow.runtime.processes.start_ranks import start_ranks
 
     if "RANK" not in os.environ:
-        ranks = default_ranks() if args.ranks is None else args.ranks
+        ranks = default_ranks(args.device) if args.ranks is None else args.ranks
         return start_ranks(["calibrate", *argv], ranks, "--ranks")
     if text := run_calibration(args):
         print(text)

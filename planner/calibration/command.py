@@ -63,9 +63,9 @@ def _settings(args: Namespace) -> Settings:
     return replace(settings, optimizer=args.optimizer, seed=args.seed, seconds=seconds)
 
 
-def default_ranks() -> int:
-    """Return the number of CUDA devices, or 2 if there are fewer."""
-    return max(2, torch.cuda.device_count())
+def default_ranks(device: str) -> int:
+    """Return the number of CUDA devices, or 2 if there are none or ``device`` is "cpu"."""
+    return (0 if device == "cpu" else torch.cuda.device_count()) or 2
 
 
 def describe(profile: Profile) -> str:

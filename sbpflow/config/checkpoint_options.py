@@ -91,7 +91,11 @@ class ExportConfig:
     deltas: Annotated[
         int,
         Range(low=0),
-        Key("execution", "Number of deltas after each bundle. With 0, only bundles are written."),
+        Key(
+            "execution",
+            "Number of deltas after each bundle. With 0, only bundles are written; other values "
+            "need checkpoint.deltas above 0.",
+        ),
     ] = 24
     rows: Annotated[
         Literal["as_trained", "float16", "int8"],

@@ -29,7 +29,7 @@ InitialRange = Annotated[
 class FieldRule:
     """Configures the tables of the fields that match a pattern.
 
-    Fields with the same ``table`` must share a vocabulary; otherwise, an id would mean a different
+    Fields with the same ``table`` must share a vocabulary; otherwise, an ID would mean a different
     value in each field. Tables of fields with keys (``vocabulary: dynamic``) grow during training.
     """
 

@@ -171,7 +171,9 @@ class DenseSgd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseAdagrad:
-    """Configures torch.optim.Adagrad; the keys are the optimizer's arguments."""
+    """Configures torch.optim.Adagrad; the keys are the optimizer's arguments, except that
+    ``initial_accumulator`` is torch's ``initial_accumulator_value``.
+    """
 
     name: Literal["adagrad"] = "adagrad"
     lr: LearningRate = 0.01
@@ -323,7 +325,11 @@ class TrainConfig:
     max_steps: Annotated[
         Count | None,
         Example(100),
-        Key("execution", "Number of steps after which the run ends, even within an epoch."),
+        Key(
+            "execution",
+            "Number of steps after which the run ends, even within an epoch. train.epochs still "
+            "limits the run.",
+        ),
     ] = None
     eval_every: Annotated[
         int,

@@ -207,7 +207,12 @@ class ParallelConfig:
         Scheme | None,
         Aliases(SCHEME_ALIASES),
         Example("1"),
-        Key("execution", "Layouts of all tables. auto picks the cheapest of several plans."),
+        Key(
+            "execution",
+            "Layouts of all tables. auto picks the cheapest of several plans. Required unless "
+            "parallel.plan is given or parallel.tables matches all tables; cannot be combined with "
+            "parallel.plan.",
+        ),
     ] = None
     plan: Annotated[
         str | None,

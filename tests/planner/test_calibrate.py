@@ -19,7 +19,7 @@ from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import design, measure
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
-from sbpflow.planner.calibration.command import describe, save_on_all_hosts
+from sbpflow.planner.calibration.command import default_ranks, describe, save_on_all_hosts
 from sbpflow.planner.calibration.design import (
     Law,
     draw_batches,
@@ -132,6 +132,15 @@ def test_samples_of_several_hosts_have_plans_in_two_hops():
     assert not any("(S(0), S(0))" in name for name, _ in draw_plans(one, 5, 16))
     for plan in plans.values():
         sample.task.check(plan)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "ranks"),
+    [("auto", 0, 2), ("auto", 1, 1), ("cuda", 8, 8), ("cpu", 1, 2), ("cpu", 8, 2)],
+)
+def test_a_calibration_has_a_rank_per_gpu(monkeypatch, device, gpus, ranks):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert default_ranks(device) == ranks
 
 
 @pytest.mark.parametrize("num_rows", [1, 500, 7919, 2 * 7919])
