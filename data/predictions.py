@@ -51,7 +51,7 @@ class Scoring:
     ``like`` is the run's set, which has the vocabularies. ``output`` is a file, for which only rank
     0 calls ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError
     for a missing local input, a prepared set whose ids may have a different meaning, an unknown
-    split, or an output without a name or with an unknown suffix.
+    split, or an output without a name, with an unknown suffix, or that contains an input.
     """
 
     def __init__(
@@ -77,7 +77,13 @@ class Scoring:
         self.overwrite = overwrite
         from sbpflow.data.prepare.source import check_exists
 
-        check_exists([path for path in map(input_path, inputs) if isinstance(path, Path)])
+        local = [path for path in map(input_path, inputs) if isinstance(path, Path)]
+        check_exists(local)
+        if lost := [path for path in local if path.resolve().is_relative_to(output.resolve())]:
+            raise ConfigError(
+                f"--output {output} would replace the input {lost[0]}; use another name, for "
+                "example, --output scores.parquet"
+            )
         first, prepared = input_path(self._inputs[0]), None
         is_folder = isinstance(first, Path) or first.is_dir()
         if len(self._inputs) == 1 and is_folder and (first / MANIFEST).is_file():

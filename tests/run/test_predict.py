@@ -303,6 +303,20 @@ def test_unsuitable_sets_are_rejected_before_anything_is_scored(run, folder, tmp
         Scoring(["set"], tmp_path / "s.csv", "validation", like, overwrite=False)
 
 
+@pytest.mark.parametrize(
+    ("input", "output"), [("rows.csv", "rows.csv"), ("set", "set"), ("scores/rows.csv", "scores")]
+)
+def test_an_output_cannot_replace_an_input(folder, tmp_path, input, output):
+    path = tmp_path / input
+    path.parent.mkdir(exist_ok=True)
+    path.touch() if path.suffix else path.mkdir()
+    like = load_manifest(folder / "set")
+    with pytest.raises(ConfigError, match=rf"{output} would replace the input .*{input}; use"):
+        Scoring([str(path)], tmp_path / output, "test", like, overwrite=True)
+    assert path.exists()
+    Scoring([str(path)], path.parent / "other.csv", "test", like, overwrite=True)
+
+
 @pytest.mark.parametrize("output", [".", "/"])
 def test_an_output_without_a_name_is_refused(run, folder, output):
     with pytest.raises(ConfigError, match=rf"--output {output} is not the .* scores\.parquet"):
