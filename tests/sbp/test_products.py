@@ -13,14 +13,14 @@ def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-WAYS = ("oneDNN", "MKL", "MKL with padding")
+WAYS = ("oneDNN", "MKL", "MKL with slow shapes")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
     assert way in WAYS
     monkeypatch.setattr(products, "onednn_is_faster", lambda: way == "oneDNN")
     monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: way == "oneDNN")
-    monkeypatch.setattr(products, "padding_is_faster", lambda: way == "MKL with padding")
+    monkeypatch.setattr(products, "mkl_has_slow_shapes", lambda: way == "MKL with slow shapes")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -33,6 +33,7 @@ def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
         (700, [429, 30, 16], 37),
         (300, [300], 300),
         (9, [13, 20], 8),
+        (4096, [13, 416], 37),
         (4096, [5], 1),
         (0, [416], 64),
     ],
@@ -143,7 +144,7 @@ def test_the_cpu_decides_how_products_are_computed(
     monkeypatch.setattr(products, "onednn_is_faster", lambda: decided)
     assert products.onednn_gradients_are_faster.__wrapped__() is (gradients and has_library)
     has_mkl = torch.backends.mkl.is_available()
-    assert products.padding_is_faster.__wrapped__() is (padding and has_mkl)
+    assert products.mkl_has_slow_shapes.__wrapped__() is (padding and has_mkl)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +154,13 @@ def test_the_cpu_decides_how_products_are_computed(
         (512, 413, 64, (64, 416)),
         (512, 413, 37, (40, 416)),
         (512, 416, 64, (64, 416)),  # needs no padding
+        (4096, 413, 37, (37, 416)),  # oneDNN computes the output
         (16, 413, 37, (37, 413)),  # too small
         (4096, 413, 9, (9, 413)),  # too narrow
     ],
 )
 def test_results_have_padding(rows, inputs_, outputs, strides, monkeypatch):
-    use(monkeypatch, "MKL with padding")
+    use(monkeypatch, "MKL with slow shapes")
     x, weight, bias = inputs(rows, [inputs_], outputs)
     given = []
     x.requires_grad_().register_hook(lambda gradient: given.append(gradient.stride(0)))
@@ -179,6 +181,19 @@ def test_only_large_products_use_onednn(width, used, gradients, monkeypatch):
     names = {event.name for event in profile.events()}
     assert ("mkldnn::_linear_pointwise" in names) is used
     assert ("aten::mkldnn_linear_backward_weights" in names) is gradients
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "used"), [(4096, 64, True), (1024, 64, False), (4096, 256, False)]
+)
+def test_large_inputs_with_narrow_results_use_onednn(rows, outputs, used, monkeypatch):
+    use(monkeypatch, "MKL with slow shapes")
+    x, weight, bias = inputs(rows, [416], outputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        products.linear(x, weight.requires_grad_(), bias).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert ("mkldnn::_linear_pointwise" in names) is used
+    assert "aten::mkldnn_linear_backward_weights" not in names
 
 
 @pytest.mark.parametrize("way", WAYS)

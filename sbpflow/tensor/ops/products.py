@@ -3,10 +3,10 @@
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
 torch as well, is faster for large products on CPUs with AVX-512 (``docs/decisions/engine.md``). For
 gradients of weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA
-units. On AMD CPUs without AVX-512, MKL is slower if the results of a row do not start at a multiple
-of 32 bytes, so such results get padding. The CPU decides, not a measurement, because the libraries
-differ in the last bits: on equal CPUs, all ranks and all starts of a run compute the same bits for
-products of the same shape.
+units. On AMD CPUs without AVX-512, oneDNN is faster only for large inputs and few results per row,
+and MKL is slower if the results of a row do not start at a multiple of 32 bytes, so such results
+get padding. The CPU decides, not a measurement, because the libraries differ in the last bits: on
+equal CPUs, all ranks and all starts of a run compute the same bits for products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
@@ -26,6 +26,7 @@ _LEAST_PRODUCTS = 1 << 22
 _LEAST_GRADIENT_PRODUCTS = 1 << 23
 _LEAST_WIDTH = 16
 _ALIGNED = 8  # float32 values in 32 bytes
+_LEAST_NARROW_INPUT, _MOST_NARROW_OUTPUTS = 1 << 20, 128
 # Rows are copied in blocks: larger copies are slower, because the allocator returns them to the
 # system each time.
 _COPIED_BYTES, _LEAST_ROWS = 8 << 20, 256
@@ -48,9 +49,9 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
         for n in wider:
             total = torch.addmm(total, xs[n], columns[n].t())
         return total
-    total = linear(xs[narrow], columns[narrow], bias)
+    total: Tensor = _Linear.apply(xs[narrow], columns[narrow], bias)  # pyright: ignore[reportAssignmentType]
     for n in wider:
-        total = total + linear(xs[n], columns[n], None)
+        total = total + _Linear.apply(xs[n], columns[n], None)
     return total
 
 
@@ -58,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]. The rows of a result
     may have padding.
     """
-    if _is_plain(x) and (onednn_is_faster() or _pads_layer(x, weight)):
+    if _is_plain(x) and (onednn_is_faster() or _is_special(x, weight)):
         return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
@@ -171,45 +172,58 @@ def _is_large(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
     return x.numel() * outputs >= least and min(x.shape[-1], outputs) >= _LEAST_WIDTH
 
 
+def _is_narrow(x: Tensor, outputs: int) -> bool:
+    """Return whether MKL would spend much of a product's time on copying x."""
+    return x.numel() >= _LEAST_NARROW_INPUT and outputs <= _MOST_NARROW_OUTPUTS
+
+
+def _is_special(x: Tensor, weight: Tensor) -> bool:
+    """Return whether MKL is slow for the result of a linear layer or for the gradient of x."""
+    outputs = weight.shape[0]
+    unaligned = any(width % _ALIGNED for width in weight.shape)
+    return (unaligned or _is_narrow(x, outputs)) and _is_large(x, outputs) and mkl_has_slow_shapes()
+
+
 def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
-    return _is_plain(x) and _is_large(x, outputs, least) and onednn_is_faster()
-
-
-def _pads_layer(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the result of a linear layer, or the gradient of x, needs padding."""
-    return (
-        any(width % _ALIGNED for width in weight.shape)
-        and _is_large(x, weight.shape[0])
-        and padding_is_faster()
+    if not _is_plain(x) or not _is_large(x, outputs, least):
+        return False
+    return onednn_is_faster() or (
+        _is_narrow(x, outputs) and mkl_has_slow_shapes() and _has_onednn()
     )
 
 
 def _needs_padding(x: Tensor, outputs: int) -> bool:
+    """Return whether MKL computes the product, and is faster if results have padding."""
     return (
-        outputs % _ALIGNED != 0 and _is_plain(x) and _is_large(x, outputs) and padding_is_faster()
+        outputs % _ALIGNED != 0
+        and _is_plain(x)
+        and _is_large(x, outputs)
+        and mkl_has_slow_shapes()
+        and not _uses_onednn(x, outputs)
     )
+
+
+def _is_amd(capability: str) -> bool:
+    amd = cpu_facts().get("vendor_id") == "AuthenticAMD"
+    return amd and torch.backends.cpu.get_cpu_capability() == capability
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @cache
-def padding_is_faster() -> bool:
-    """Return whether MKL computes large float32 products faster if results have padding."""
-    amd = cpu_facts().get("vendor_id") == "AuthenticAMD"
-    return (
-        amd
-        and torch.backends.mkl.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    )
+def mkl_has_slow_shapes() -> bool:
+    """Return whether, on this CPU, MKL is slow for large float32 products if x is large and results
+    are narrow, or if the rows of a result are not aligned.
+    """
+    return torch.backends.mkl.is_available() and _is_amd("AVX2")
 
 
 @cache
 def onednn_is_faster() -> bool:
-    """Return whether oneDNN computes large float32 products faster than MKL on this CPU."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
-        return False
-    amd = cpu_facts().get("vendor_id") == "AuthenticAMD"
-    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    """Return whether oneDNN computes all large float32 products faster than MKL on this CPU."""
+    return _has_onednn() and _is_amd("AVX512")
 
 
 @cache
