@@ -62,6 +62,7 @@ def make_sample(shape: tuple[int, int, int, int, int], world_size: int) -> Sampl
 
 def growth_bytes(boxing: Boxing, sample: Sample, plan: Plan) -> int:
     """Return the peak of this process's memory while the plan runs, above the memory before."""
+    gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier plans freed
     Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak to the present size
     before = _status_bytes("VmRSS")
