@@ -3,7 +3,9 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PYTHON ?= python3
 # Each rank needs its own GPU if there are GPUs.
-RANKS ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" = 1 ] && echo 1 || echo 2)
+ifndef RANKS
+RANKS := $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" = 1 ] && echo 1 || echo 2)
+endif
 DEMO_ROWS ?= 300000
 # One thread per rank: the ranks run in parallel, and more threads than cores slow them down.
 export OMP_NUM_THREADS ?= 1
@@ -92,7 +94,7 @@ docs: .venv-docs/.stamp
 	@PLAIN=1 EXTRAS=docs VENV=.venv-docs .ci/setup
 
 # Benchmarks with their arguments; cpu_criteo reads genuine rows from the path SBPFLOW_CRITEO_ROWS.
-CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \
+CPU_BENCHMARKS = "boxing --ranks 2 --output benchmarks/results/boxing.jsonl" \
     "engine kernel" "engine rows" "stages --shape dcnv2" "data loader" "cpu_criteo"
 
 bench: .venv/.stamp

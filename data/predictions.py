@@ -51,7 +51,7 @@ class Scoring:
     ``like`` is the run's set, which has the vocabularies. ``output`` is a file, for which only rank
     0 calls ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError
     for a missing local input, a prepared set whose ids may have a different meaning, an unknown
-    split, or an output without a name, with an unknown suffix, or that contains an input.
+    split, or an output without a name or with an unknown suffix.
     """
 
     def __init__(
@@ -77,13 +77,7 @@ class Scoring:
         self.overwrite = overwrite
         from sbpflow.data.prepare.source import check_exists
 
-        local = [path for path in map(input_path, inputs) if isinstance(path, Path)]
-        check_exists(local)
-        if lost := [path for path in local if path.resolve().is_relative_to(output.resolve())]:
-            raise ConfigError(
-                f"--output {output} would replace the input {lost[0]}; use another name, for "
-                "example, --output scores.parquet"
-            )
+        check_exists([path for path in map(input_path, inputs) if isinstance(path, Path)])
         first, prepared = input_path(self._inputs[0]), None
         is_folder = isinstance(first, Path) or first.is_dir()
         if len(self._inputs) == 1 and is_folder and (first / MANIFEST).is_file():
@@ -99,6 +93,18 @@ class Scoring:
 
     def __str__(self) -> str:
         return f"{redacted(' '.join(self._inputs))} ({self.split})"
+
+    def refuse_replaced_inputs(self) -> None:
+        """Raise ConfigError if writing the output would replace an input."""
+        output, partial = self.output.resolve(), self._partial.resolve()
+        for path in [self.rows] if self.is_set else [source.path for source in self._files()]:
+            if not isinstance(path, Path):
+                continue
+            if path.resolve().is_relative_to(output) or path.resolve() == partial:
+                raise ConfigError(
+                    f"--output {self.output} would replace the input {path}; use another name, for "
+                    f"example, --output {self.output.with_name(f'scores-{self.output.name}')}"
+                )
 
     def refuse_unused(
         self,

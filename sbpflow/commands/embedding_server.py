@@ -48,8 +48,12 @@ def embedding_server(argv: Sequence[str]) -> int:
     named = named_servers(config.parallel.storage)
     key, addresses, _ = named
     index = _index_of(args.index, len(addresses), key)
-    limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
-    server = make_server(named, int(limit))
+    if args.memory_gb is None:
+        memory = memory_bytes("cpu")
+        limit = sys.maxsize if memory is None else memory
+    else:
+        limit = int(args.memory_gb * 1e9)
+    server = make_server(named, limit)
     _raise_file_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
     if args.listener is None:

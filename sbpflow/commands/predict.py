@@ -77,6 +77,7 @@ def _predict(argv: Sequence[str]) -> int:
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     split: str = args.split or _SPLIT
     scoring = Scoring(args.input, args.output, split, like, overwrite=args.overwrite)
+    scoring.refuse_replaced_inputs()
     names = ("--split", "--max-bad-fraction")
     scoring.refuse_unused(args.split, args.max_bad_fraction, names)
     if args.block_rows is not None and not scoring.is_folder:

@@ -4,6 +4,7 @@ sets.
 
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -304,17 +305,28 @@ def test_unsuitable_sets_are_rejected_before_anything_is_scored(run, folder, tmp
 
 
 @pytest.mark.parametrize(
-    ("input", "output"), [("rows.csv", "rows.csv"), ("set", "set"), ("scores/rows.csv", "scores")]
+    ("input", "output"),
+    [
+        ("rows.csv", "rows.csv"),
+        ("rows", "rows/b.csv"),
+        ("set", "set"),
+        ("scores/rows.csv", "scores"),
+        ("scores.csv.partial", "scores.csv"),
+    ],
 )
-def test_an_output_cannot_replace_an_input(folder, tmp_path, input, output):
+def test_an_output_cannot_replace_an_input(run, folder, tmp_path, input, output):
     path = tmp_path / input
     path.parent.mkdir(exist_ok=True)
-    path.touch() if path.suffix else path.mkdir()
-    like = load_manifest(folder / "set")
-    with pytest.raises(ConfigError, match=rf"{output} would replace the input .*{input}; use"):
-        Scoring([str(path)], tmp_path / output, "test", like, overwrite=True)
+    if input == "set":
+        shutil.copytree(folder / "set", path)
+    elif path.suffix:
+        shutil.copy(folder / "t.csv", path)
+    else:
+        path.mkdir()
+        shutil.copy(folder / "t.csv", path / "b.csv")
+    with pytest.raises(ConfigError, match=rf"{output} would replace the input .*{input}"):
+        predict([*words(run, path, tmp_path / output), "--overwrite"])
     assert path.exists()
-    Scoring([str(path)], path.parent / "other.csv", "test", like, overwrite=True)
 
 
 @pytest.mark.parametrize("output", [".", "/"])

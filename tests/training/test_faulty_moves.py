@@ -1,5 +1,5 @@
 """Tests that a rank that is killed, stopped, or out of memory ends the run with one message, in any
-move of a step and on both transports.
+move of a step without early rows and clipping, and on both transports.
 """
 
 import os

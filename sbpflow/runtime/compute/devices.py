@@ -117,7 +117,7 @@ def _cgroup_limits() -> Iterator[int]:
             if folder.is_relative_to(root):
                 with contextlib.suppress(OSError):
                     text = (folder / limit).read_text().strip()
-                    if text != "max":
+                    if text.isdecimal():  # otherwise "max"
                         yield int(text)
 
 

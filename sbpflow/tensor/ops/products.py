@@ -114,7 +114,7 @@ def padded(x: Tensor, outputs: int) -> Tensor:
     not initialized), whose rows have padding if that makes the product faster.
     """
     width = outputs + -outputs % _ALIGNED if _needs_padding(x, outputs) else outputs
-    return x.new_empty(x.shape[0], width)[:, :outputs]
+    return x.new_empty_strided((x.shape[0], outputs), (width, 1))
 
 
 def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
@@ -172,23 +172,29 @@ def _is_large(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
     return x.numel() * outputs >= least and min(x.shape[-1], outputs) >= _LEAST_WIDTH
 
 
-def _is_narrow(x: Tensor, outputs: int) -> bool:
-    """Return whether MKL would spend much of a product's time on copying x."""
-    return x.numel() >= _LEAST_NARROW_INPUT and outputs <= _MOST_NARROW_OUTPUTS
+def _is_narrow(values: int, outputs: int) -> bool:
+    """Return whether MKL would spend much of the time of a product with ``outputs`` results per row
+    on copying an input of ``values`` values.
+    """
+    return values >= _LEAST_NARROW_INPUT and outputs <= _MOST_NARROW_OUTPUTS
 
 
 def _is_special(x: Tensor, weight: Tensor) -> bool:
     """Return whether MKL is slow for the result of a linear layer or for the gradient of x."""
-    outputs = weight.shape[0]
-    unaligned = any(width % _ALIGNED for width in weight.shape)
-    return (unaligned or _is_narrow(x, outputs)) and _is_large(x, outputs) and mkl_has_slow_shapes()
+    outputs, inputs = weight.shape
+    slow = (
+        any(width % _ALIGNED for width in weight.shape)
+        or _is_narrow(x.numel(), outputs)
+        or _is_narrow(x.shape[0] * outputs, inputs)
+    )
+    return slow and _is_large(x, outputs) and mkl_has_slow_shapes()
 
 
 def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
     if not _is_plain(x) or not _is_large(x, outputs, least):
         return False
     return onednn_is_faster() or (
-        _is_narrow(x, outputs) and mkl_has_slow_shapes() and _has_onednn()
+        _is_narrow(x.numel(), outputs) and mkl_has_slow_shapes() and _has_onednn()
     )
 
 
