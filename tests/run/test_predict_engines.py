@@ -50,7 +50,6 @@ def kill_one_scoring(engine, monkeypatch):
     return killed
 
 
-@pytest.mark.slow
 def test_tasks_write_the_scores_of_ranks(run, folder, tmp_path):
     more = (*BLOCK, "--engine", "processes", "--workers", "1")
     assert predict(words(run, folder / "new", tmp_path / "tasks", *more)) == 0
