@@ -64,7 +64,7 @@ def _settings(args: Namespace) -> Settings:
 
 
 def default_ranks(device: str) -> int:
-    """Return the number of CUDA devices, or 2 if there are none or ``device`` is "cpu"."""
+    """Return how many ranks to start by default: one per GPU, or two on CPU."""
     return (0 if device == "cpu" else torch.cuda.device_count()) or 2
 
 

@@ -59,7 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]. The rows of a result
     may have padding.
     """
-    if _is_plain(x) and (onednn_is_faster() or _is_special(x, weight)):
+    large = mkl_has_slow_shapes() and _is_large(x, weight.shape[0])
+    if _is_plain(x) and (onednn_is_faster() or large):
         return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
@@ -177,17 +178,6 @@ def _is_narrow(values: int, outputs: int) -> bool:
     on copying an input of ``values`` values.
     """
     return values >= _LEAST_NARROW_INPUT and outputs <= _MOST_NARROW_OUTPUTS
-
-
-def _is_special(x: Tensor, weight: Tensor) -> bool:
-    """Return whether MKL is slow for the result of a linear layer or for the gradient of x."""
-    outputs, inputs = weight.shape
-    slow = (
-        any(width % _ALIGNED for width in weight.shape)
-        or _is_narrow(x.numel(), outputs)
-        or _is_narrow(x.shape[0] * outputs, inputs)
-    )
-    return slow and _is_large(x, outputs) and mkl_has_slow_shapes()
 
 
 def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
