@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
+from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.prepare.remote import InputPath, size_of, version
 from sbpflow.data.prepare.source import check_exists, is_data
 from sbpflow.data.prepare.workspace import only_run
@@ -20,7 +21,7 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import parse_json
 from sbpflow.runtime.files.remote_path import RemotePath
-from sbpflow.runtime.files.upload import upload
+from sbpflow.runtime.files.upload import check_own_files, upload
 
 _LOG = logging.getLogger(__name__)
 _JOURNAL = "uploaded"
@@ -40,7 +41,7 @@ def make_remote(
     ``make`` makes the set in a local folder. ``words`` are the arguments of the command, and
     ``others`` are the files that it reads in addition to the inputs; an upload is resumed only if
     the arguments and all files are the same. Raises ConfigError if a set already exists at the URL,
-    unless ``overwrite`` is true.
+    unless ``overwrite`` is true, and if the URL contains files that do not belong to a set.
     """
     name = f"{url.name}-{hashlib.sha256(url.url.encode()).hexdigest()[:12]}"
     folder = cache_dir() / "prepare" / name
@@ -49,6 +50,7 @@ def make_remote(
             raise ConfigError(
                 f"--output {url}: a set already exists; use --overwrite to replace it"
             )
+        check_own_files("--output", url, SET_FILE)
         check_exists(inputs)
         plan = _plan(words, inputs, others)
         make_private(folder)
@@ -78,7 +80,7 @@ def _make_and_upload(
                 file.write(json.dumps(name) + "\n")
                 file.flush()
 
-        upload(local, url, last=(MANIFEST,), done=done, on_file=on_file)
+        upload(local, url, owned=SET_FILE, last=(MANIFEST,), done=done, on_file=on_file)
     shutil.rmtree(folder)
 
 

@@ -23,6 +23,7 @@ from sbpflow.runtime.files.json_file import is_number
 SPLITS = ("train", "val", "test")
 
 VOCABULARY_FOLDER = "vocabulary"
+SET_FILE = re.compile(rf"manifest\.json|{VOCABULARY_FOLDER}/.+|(?:{'|'.join(SPLITS)})-\d+\..*npy")
 KEY_TYPES = ("<u4", "<u8")
 
 _MAX_ROWS = 2**31 - 1

@@ -84,7 +84,7 @@ def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | 
     plan = _plan(options, inputs, like)
     if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
-    _check_output(options)
+    _check_output(options, inputs)
     with open_engine(options.engine, options.workers) as engine:
         work, resumes = open_work(options.output, plan)
         if resumes:
@@ -185,7 +185,7 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
     bar.update(int(num_bytes))
 
 
-def _check_output(options: PrepareOptions) -> None:
+def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
     output = options.output
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -193,6 +193,12 @@ def _check_output(options: PrepareOptions) -> None:
         raise ConfigError(f"--output {output} exists but is not a prepared set; use a new folder")
     if not options.overwrite:
         raise ConfigError(f"--output {output}: a set already exists; use --overwrite to replace it")
+    for path in (source.path for source in inputs):
+        if isinstance(path, Path) and path.resolve().is_relative_to(output.resolve()):
+            raise ConfigError(
+                f"--output {output}: --overwrite would delete the input {path}; move it to another "
+                "folder, or use a new folder for the set"
+            )
 
 
 def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 DATA_FOLDER = "data"  # metadata of the data set, without rows; needed to predict raw rows
 _STEP = re.compile(r"step-(\d+)")
+_REMOTE_PIECES = re.compile(r"(step-\d+)/rank-\d+\..*bin")
 _REPLACED = re.compile(r"\.replaced-(step-\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.json\.new")
 
@@ -273,10 +274,10 @@ def _tidy_store(folder: RemotePath) -> list[str]:
     removed: list[str] = []
     names = folder.sizes()
     for name in sorted(names):
-        step = name.partition("/")[0]
-        if _STEP.fullmatch(step) and f"{step}/{INDEX_FILE}" not in names:
+        pieces = _REMOTE_PIECES.fullmatch(name)
+        if pieces and f"{pieces[1]}/{INDEX_FILE}" not in names:
             (folder / name).unlink(missing_ok=True)
-            removed += [] if step in removed else [step]
+            removed += [] if pieces[1] in removed else [pieces[1]]
     return removed
 
 

@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from sbpflow.commands.saved_run import config_of_run, own_classes
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import RemotePath
+from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER
 
 if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 LOG_FILE = "export.log"
 _LOG = logging.getLogger(__name__)
+_BUNDLES = re.compile(r"step-\d+(\.old)?/.*")
 _LOOK_S = 1.0
 # The exporting process is not a rank, so it must not inherit the launcher's variables.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -31,6 +34,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 def follow(args: Namespace) -> int:
     """Export new checkpoints until the run finishes or the parent process ends."""
+    from sbpflow.checkpoint.commands import checkpoint_folder
     from sbpflow.commands.export import export_model
     from sbpflow.run.export.export import parse_rows
 
@@ -48,6 +52,8 @@ def follow(args: Namespace) -> int:
         )
 
     parse_rows(args.rows)
+    inside = args.follow / CHECKPOINTS_FOLDER
+    _check_output("--output", args.output, (checkpoint_folder(args.follow), inside))
     with exports_in(args.output) as (output, publish):
         _follow(args, output, publish, write_base)
     return 0
@@ -88,7 +94,6 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     starts with a new bundle.
     """
     if not isinstance(output, RemotePath):
-        _check_no_bundle("--output", output)
         yield output, lambda: None
         return
     from sbpflow.runtime.files.upload import upload
@@ -102,7 +107,7 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
             stamps = _stamps(folder)
             # A rewritten bundle has the names, and often the sizes, of the files that it replaces.
             unchanged = [name for name, stamp in stamps.items() if done.get(name) == stamp]
-            upload(folder, output, last=last, done=unchanged)
+            upload(folder, output, owned=_BUNDLES, last=last, done=unchanged)
             done.clear()
             done.update(stamps)
 
@@ -118,12 +123,17 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_no_bundle(key: str, folder: Path) -> None:
-    """Raise ConfigError if ``folder`` is itself a bundle: servers would load only that bundle, and
-    never the new bundles in it.
+def _check_output(key: str, folder: "AnyPath", checkpoints: "Sequence[AnyPath]") -> None:
+    """Raise ConfigError if ``folder`` is one of the folders ``checkpoints``, or itself a bundle:
+    exports would replace checkpoints, or servers would load only that bundle.
     """
     from sbpflow.serving.deltas import BUNDLE_FILE
 
+    if folder.resolve() in [path.resolve() for path in checkpoints]:
+        raise ConfigError(
+            f"{key}: {folder} is the folder of the run's checkpoints, which the step-N exports "
+            f"would replace; use another folder, such as {folder}-live"
+        )
     if (folder / BUNDLE_FILE).is_file():
         raise ConfigError(
             f"{key}: {folder} is itself a bundle, and servers would not load the step-N exports "
@@ -137,8 +147,7 @@ def exporting(config: "Config", checkpoints: "AnyPath", rank: int) -> Generator[
     if config.export is None or rank:
         yield
         return
-    if not isinstance(config.export.dir, RemotePath):
-        _check_no_bundle("export.dir", config.export.dir)
+    _check_output("export.dir", config.export.dir, (checkpoints,))
     log = config.run.dir / LOG_FILE
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER)}
     with log.open("ab") as sink:

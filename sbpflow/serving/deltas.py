@@ -118,7 +118,8 @@ def bundles_in(folder: Path) -> list[Path]:
     """Return the bundles ``step-N`` in ``folder``, oldest first. A bundle ``step-N.old``, which
     ``step-N`` is replacing, comes before it.
     """
-    found = {path: re.fullmatch(r"step-(\d+)(\.old)?", path.name) for path in folder.glob("step-*")}
+    paths = [file.parent for file in folder.glob(f"step-*/{BUNDLE_FILE}")]
+    found = {path: re.fullmatch(r"step-(\d+)(\.old)?", path.name) for path in paths}
     order = {path: (int(match[1]), match[2] is None) for path, match in found.items() if match}
     return sorted(order, key=order.__getitem__)
 

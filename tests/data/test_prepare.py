@@ -1,6 +1,7 @@
 """Tests prepare against plain Python: counts, ids, values, input formats, and bad lines."""
 
 import gzip
+import shutil
 
 import numpy as np
 import polars as pl
@@ -290,6 +291,11 @@ def test_an_existing_output_is_not_replaced(tmp_path, source):
         run_prepare(tmp_path / "set", source)
     again = run_prepare(tmp_path / "set", source, overwrite=True, min_count=3)
     assert again.content["min_count"] == 3
+    inside = tmp_path / "set" / "day_2.tsv"
+    shutil.copy(source, inside)
+    with pytest.raises(ConfigError, match=r"would delete the input .*day_2\.tsv"):
+        run_prepare(tmp_path / "set", source, inside, overwrite=True)
+    assert inside.exists()
 
 
 def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):

@@ -79,9 +79,11 @@ def test_checkpoints_are_saved_listed_and_removed(folder):
 def test_a_checkpoint_without_an_index_does_not_exist(folder):
     save(folder, 2, 2)
     save(folder, 4, 4, only_files=True)
+    (folder / "step-6/model.json").write_bytes(b"of another program")
     assert [path.name for path in list_checkpoints(folder)] == ["step-2"]
     assert tidy(folder) == ["step-4"]
-    assert folder.sizes().keys() == {"step-2/index.json", "step-2/rank-0.a1.bin"}
+    kept = {"step-2/index.json", "step-2/rank-0.a1.bin", "step-6/model.json"}
+    assert folder.sizes().keys() == kept
 
 
 def test_a_saved_step_is_valid_until_its_new_index_is_written(folder):

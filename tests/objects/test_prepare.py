@@ -7,6 +7,7 @@ import pytest
 
 from sbpflow.data import load_manifest, remote_output
 from sbpflow.data.__main__ import main
+from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.prepare import workspace
 from sbpflow.data.prepare.source import find_inputs, read_piece
 from sbpflow.runtime.files import remote_path
@@ -159,6 +160,24 @@ def test_a_set_made_by_a_run_that_has_just_ended_is_not_replaced(
     assert main(words) == 2
     assert "a set already exists; use --overwrite to replace it" in capsys.readouterr().err
     assert load_manifest("memory://ended/set").content["seed"] == 8
+
+
+def test_other_files_at_the_url_are_not_removed(cache, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(60))
+    url = RemotePath("memory://other-files")
+    words = ["prepare", "--input", str(rows), "--output", str(url), "--overwrite"]
+    (url / "raw/day_0.tsv").write_bytes(rows.read_bytes())
+    assert main(words) == 2
+    assert f"--output {url} already contains other files, such as raw/day_0" in (
+        capsys.readouterr().err
+    )
+    assert list(url.sizes()) == ["raw/day_0.tsv"]
+    (url / "raw/day_0.tsv").unlink()
+    (url / "test-000007.values.npy").write_bytes(b"of an interrupted upload")
+    assert main(words) == 0
+    assert main([*words, "--seed", "8"]) == 0
+    assert all(SET_FILE.fullmatch(name) for name in url.sizes())
+    assert "test-000007.values.npy" not in url.sizes()
 
 
 @pytest.mark.parametrize("is_lock", [False, True])

@@ -17,6 +17,7 @@ import pytest
 from sbpflow.config.data_cache import DataCache
 from sbpflow.data import load_manifest, open_loader
 from sbpflow.data.format import shard_cache
+from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.format.verify import verify_set
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files import remote_path
@@ -40,7 +41,7 @@ def local(tmp_path_factory):
 def remote(s3, local, monkeypatch):
     """Return the server that has the same set."""
     monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
-    upload(local.path, SET, last=("manifest.json",))
+    upload(local.path, SET, owned=SET_FILE, last=("manifest.json",))
     s3.clear()
     return s3
 
@@ -199,7 +200,7 @@ def test_threads_share_downloads_and_leftovers_of_kills_are_replaced(remote, loc
 def test_a_reservation_of_a_killed_process_does_not_take_up_room(local, tmp_path, monkeypatch):
     monkeypatch.setattr(shard_cache, "_WAIT_S", -1)  # to wait is an error
     url = RemotePath("memory://killed/set")
-    upload(local.path, url, last=("manifest.json",))
+    upload(local.path, url, owned=SET_FILE, last=("manifest.json",))
     limit = size_of(local, "train") + 1
     cache = load_manifest(url, cache=options(tmp_path, limit)).cache
     *names, last = [shard.file for shard in local.shards("train")]
@@ -214,7 +215,7 @@ def test_a_reservation_of_a_killed_process_does_not_take_up_room(local, tmp_path
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_reservation_of_a_killed_process_evicts_no_file(local, tmp_path, split):
     url = RemotePath(f"memory://evicted/{split}")
-    upload(local.path, url, last=("manifest.json",))
+    upload(local.path, url, owned=SET_FILE, last=("manifest.json",))
     cache = load_manifest(url, cache=options(tmp_path, size_of(local, "train") + 1)).cache
     *names, last = [shard.file for shard in local.shards("train")]
     cache.get_all(names)
@@ -227,7 +228,7 @@ def test_a_reservation_of_a_killed_process_evicts_no_file(local, tmp_path, split
 
 def test_an_unknown_split_is_refused(local, tmp_path):
     url = RemotePath("memory://unknown/set")
-    upload(local.path, url, last=("manifest.json",))
+    upload(local.path, url, owned=SET_FILE, last=("manifest.json",))
     with pytest.raises(DataError, match="split 'dev' is not one of train, val, test"):
         rows_of(load_manifest(url, cache=options(tmp_path)), "dev")
 

@@ -14,7 +14,7 @@ import torch
 
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
-from sbpflow.commands.export import export, export_model
+from sbpflow.commands.export import export, export_model, export_to
 from sbpflow.commands.follow import exports_in
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.models.registry import MODELS
@@ -246,6 +246,9 @@ def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
 
     monkeypatch.setattr(RemotePath, "upload", upload)
     url = RemotePath("memory://rewritten-bundles")
+    kept = ("mine/step-1/model.json", "step-1-notes", "notes")
+    for name in (*kept, "step-1/model.json", "step-1.old/deltas/000001/delta.json"):
+        (url / name).write_bytes(b"earlier")
     with exports_in(url) as (folder, publish):
         for number, content in enumerate((b"old", b"new"), 1):
             shutil.rmtree(folder / "step-2", ignore_errors=True)
@@ -258,6 +261,7 @@ def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
             assert (url / "step-2/model.json").read_bytes() == content
             assert (url / "step-2/values").read_bytes() == content
             assert uploaded == ["values", "model.json"] * number
+            assert set(url.sizes()) == {*kept, "step-2/model.json", "step-2/values"}
     url.remove_tree()
 
 
@@ -270,6 +274,33 @@ def test_exports_into_a_bundle_are_refused(run, synth_set, tmp_path):  # noqa: F
     options = words(synth_set, tmp_path / "run", *OPTIONS, f"export={{dir: {bundle}}}")
     with pytest.raises(ConfigError, match=rf"export\.dir: {bundle} .* such as {bundle}-live"):
         train.main(["--config", CONFIG, *options])
+
+
+def test_exports_do_not_replace_checkpoints(run, synth_set, tmp_path):  # noqa: F811
+    folder = tmp_path / "run/checkpoints"
+    shutil.copytree(run, folder)
+    for given in (folder.parent, folder):
+        with pytest.raises(ConfigError, match=rf"--output: {folder} .* run's checkpoints"):
+            export(["--follow", str(given), "--output", str(folder)])
+    options = words(synth_set, tmp_path / "new", *OPTIONS, f"export={{dir: {tmp_path}/new/x}}")
+    options += [f"checkpoint.dir={tmp_path}/new/x"]
+    with pytest.raises(ConfigError, match=r"export\.dir: \S+/new/x is .* run's checkpoints"):
+        train.main(["--config", CONFIG, *options])
+
+    def write_base(checkpoint, target):
+        target.mkdir()
+        (target / "model.json").write_text("{}")
+
+    export_next(open_checkpoint(run / "step-12"), folder, 0, write_base)
+    assert open_checkpoint(folder / "step-2").step == 2
+
+
+def test_other_files_at_a_url_are_not_removed(tmp_path):
+    url = RemotePath("memory://other-exports")
+    (url / "v1/model.json").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=rf"--output {url} already contains .* v1/model\.json"):
+        export_to(url, None, None)
+    assert list(url.sizes()) == ["v1/model.json"]
 
 
 @pytest.mark.slow

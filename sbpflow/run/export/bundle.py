@@ -7,6 +7,7 @@ memory use does not depend on their size.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -29,6 +30,10 @@ from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.scorer import FORMAT, VERSION, file_digest
 
 TESTED_TORCH = "2.11 to 2.13"
+FILES = re.compile(
+    r"model\.(json|safetensors|pt2)|vocabulary\.safetensors|sample\.json|scorer\.py|dense\.(pt2|onnx)"
+)
+"""Files of a bundle, with those of ``sbpflow.run.export.forms``"""
 _BLOCK = 1 << 16  # rows copied at a time
 _SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer")
 _DTYPES = {

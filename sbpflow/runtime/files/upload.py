@@ -2,24 +2,38 @@
 last.
 """
 
+import re
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import RemotePath
 
 _UPLOADS = 8
+
+
+def check_own_files(option: str, target: RemotePath, owned: re.Pattern[str]) -> None:
+    """Raise ConfigError if ``target`` contains a file that does not match ``owned``."""
+    for name in target.sizes():
+        if not owned.fullmatch(name):
+            raise ConfigError(
+                f"{option} {target} already contains other files, such as {name}; use a new "
+                f"folder, such as {target / 'new'}"
+            )
 
 
 def upload(
     folder: Path,
     target: RemotePath,
     *,
+    owned: re.Pattern[str],
     last: Collection[str],
     done: Collection[str] = (),
     on_file: Callable[[str], None] = lambda name: None,
 ) -> list[str]:
-    """Make ``target`` contain exactly the files of ``folder``; return their relative names.
+    """Make ``target`` contain the files of ``folder``, and no other files whose relative names
+    match ``owned``; return the names of the files.
 
     Files named in ``last`` are removed first and written last, so a reader that waits for these
     files never sees a mixture of old and new files. ``done`` contains files that an interrupted
@@ -33,7 +47,7 @@ def upload(
         if name not in done or there.get(name) != path.stat().st_size
     ]
     final = [name for name in todo if Path(name).name in last]
-    stale = [name for name in there if name not in files]
+    stale = [name for name in there if name not in files and owned.fullmatch(name)]
     for name in [*final, *(name for name in stale if Path(name).name in last)]:
         if name in there:
             (target / name).unlink(missing_ok=True)
