@@ -82,7 +82,7 @@ class Sleepy(Split):
 
     def epoch(self, epoch):
         for batch in super().epoch(epoch):
-            time.sleep(0.05 if self.is_slow else 0)
+            time.sleep(0.15 if self.is_slow else 0)
             yield batch
 
 
@@ -114,7 +114,7 @@ def test_training_measures_waits_and_finds_the_rank_that_others_wait_for(ranks, 
     assert [times.wait_ms for times in collected] == [times.wait_ms for times in same]
     last = collected[-1]
     assert last.slow_rank == 1
-    assert last.data_ms[1] > 30, "3 of 4 steps read a batch ahead"
+    assert last.data_ms[1] > 90, "3 of 4 steps read a batch ahead"
     assert last.wait_ms[0] > 20, "rank 0 waits for rank 1"
     assert last.step_ms[0] == pytest.approx(last.step_ms[1], rel=0.5)
 
