@@ -3,9 +3,25 @@
 import shutil
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest
+from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
 from sbpflow.data.format.vocabulary import fetch_vocabularies, vocabulary_files
-from sbpflow.errors import DataError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
+
+
+def check_metadata_folder(key: str, target: AnyPath) -> None:
+    """Raise ConfigError if ``target`` exists but is not a copy that ``copy_metadata`` made: a copy
+    has no rows and no other files.
+    """
+    if isinstance(target, RemotePath):
+        names = [name.partition("/")[0] for name in target.sizes()]
+    else:
+        names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    if other := [name for name in names if name not in (MANIFEST, VOCABULARY_FOLDER)]:
+        raise ConfigError(
+            f"{key}: {target} contains {other[0]}, but a run replaces {target.name}/ in this "
+            f"folder with its own files; use another folder, such as {key}={target.parent / 'run'}"
+        )
 
 
 def copy_metadata(manifest: Manifest, target: AnyPath) -> None:

@@ -97,11 +97,13 @@ def train_config(
     ``joined(rank)`` is called once all ranks have joined. A single-process run closes everything at
     its end, even after an error.
     """
+    from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
     from sbpflow.data import fields_of, load_manifest
+    from sbpflow.data.format.metadata import check_metadata_folder
     from sbpflow.run.execution.job import build_job
-    from sbpflow.run.execution.predict import together
+    from sbpflow.run.execution.predict import on_rank_0, together
     from sbpflow.run.execution.start import closing, join_ranks, lock_run_folder, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
@@ -139,6 +141,8 @@ def train_config(
         opened.callback(lock_run_folder(config, boxing).close)
         if (lock := lock_given_folder(config, boxing)) is not None:
             opened.callback(lock.close)
+        copied = resume.checkpoint_dir(config) / DATA_FOLDER
+        on_rank_0(boxing, lambda: check_metadata_folder("checkpoint.dir", copied))
         data = facts_of(manifest)
         decision = resume.decide(config, data, boxing)
         # Opening the loaders of a set at a URL downloads its files.

@@ -14,6 +14,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import read_run
 from sbpflow.commands import train
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import any_path
 from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.training.trainer import Trainer
 
@@ -271,6 +272,19 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, capfd):
         run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")
     with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint"):
         run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_folder_data_of_the_user_is_not_moved_or_replaced(synth_set, tmp_path, at_url):
+    folder = any_path("memory://users/clicks" if at_url else tmp_path / "own")
+    rows = folder / "data" / "train-000000.npy"
+    rows.parent.mkdir(parents=True)
+    rows.write_bytes(b"rows")
+    for more in ("checkpoint.resume=auto", "checkpoint.resume=never"):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.dir: .*/data contains train-000000"):
+            run(synth_set, tmp_path / "b", f"checkpoint.dir={folder}", more)
+    assert rows.read_bytes() == b"rows"
+    assert not (rows.parent / "manifest.json").exists()
 
 
 def test_another_runs_checkpoints_are_locked_before_they_are_changed(synth_set, tmp_path):
