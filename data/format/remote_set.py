@@ -13,7 +13,7 @@ import numpy as np
 
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest, checked_content
 from sbpflow.data.format.npy import HEADER_BYTES
-from sbpflow.data.format.shard_cache import CacheLimit, RemoteFile, ShardCache
+from sbpflow.data.format.shard_cache import FOLDER_DIGITS, CacheLimit, RemoteFile, ShardCache
 from sbpflow.data.format.shards import shard_files
 from sbpflow.data.format.vocabulary import array_files
 from sbpflow.errors import DataError, StoreError
@@ -44,7 +44,7 @@ def open_remote(url: RemotePath, key: str, options: "DataCache | None" = None) -
         ) from None
     except (StoreError, JsonError, UnicodeDecodeError) as error:
         raise DataError(f"{key}: {error}; check the store and the set") from error
-    folder = limit.folder / content["fingerprint"][:32]
+    folder = limit.folder / content["fingerprint"][:FOLDER_DIGITS]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_once(folder / MANIFEST, raw)

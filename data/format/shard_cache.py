@@ -25,6 +25,8 @@ from sbpflow.runtime.files.remote_path import RemotePath
 
 Result = TypeVar("Result")
 _PARTIAL, _RESERVED, _PIN = ".partial", ".reserved", ".pin"
+FOLDER_DIGITS = 32  # digits of a fingerprint in the name of a set's folder
+_SET = "[0-9a-f]" * FOLDER_DIGITS  # all other folders belong to the user
 _NUM_LOCKS = 256
 _DOWNLOADS = 8
 _TRIES = 3  # maximum number of times to download a file whose checksum does not match
@@ -263,7 +265,7 @@ def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:
     """For each file and reservation of all sets, yield the time of last use, the size, and the
     path.
     """
-    for pattern in ("*/**/*.npy", f"*/**/*.npy{_RESERVED}"):
+    for pattern in (f"{_SET}/**/*.npy", f"{_SET}/**/*.npy{_RESERVED}"):
         for path in folder.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 facts = path.stat()

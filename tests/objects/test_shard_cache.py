@@ -226,6 +226,19 @@ def test_a_reservation_of_a_killed_process_evicts_no_file(local, tmp_path, split
     assert all((cache.folder / name).is_file() for name in [*names, last])
 
 
+def test_files_of_the_user_in_the_cache_folder_are_not_removed(local, tmp_path):
+    """The folder may contain prepared sets: only the files of sets at URLs make room."""
+    url = RemotePath("memory://shared/set")
+    upload(local.path, url, owned=SET_FILE, last=("manifest.json",))
+    own = tmp_path / "monday"
+    shutil.copytree(local.path, own)
+    cache = load_manifest(url, cache=options(tmp_path, size_of(local, "train") + 1)).cache
+    for split in ("train", "val", "test"):
+        cache.get_all([shard.file for shard in local.shards(split)])
+    verify_set(load_manifest(own), 1)
+    assert not (cache.folder / local.shards("train")[0].file).exists()
+
+
 def test_an_unknown_split_is_refused(local, tmp_path):
     url = RemotePath("memory://unknown/set")
     upload(local.path, url, owned=SET_FILE, last=("manifest.json",))
