@@ -5,6 +5,7 @@ At the end, the index is written, and then the records, the mark, and the encode
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,10 @@ from sbpflow.errors import ConfigError
 
 INDEX = "scores.json"
 _MARK, _ENCODED = "unfinished.json", "rows.json"
+# The names in a folder of scores, with those of an unfinished prediction.
+_OWN = re.compile(
+    r"(scores|unfinished|rows)\.json|part-\d+\.(parquet|json)|rows(\.work(\.lock)?)?|.+\.partial"
+)
 _INDEX_KEYS = ("format", "version", "run", "step", "split", "rows", "files")
 _KEYS = ("plan", "file", "start", "rows", "bytes", "crc32", "sum")
 _LOG = logging.getLogger(__name__)
@@ -65,20 +70,32 @@ class ScoreBlocks:
                 raise ConfigError(
                     f"--output {folder} already exists; use --overwrite to replace it"
                 )
-            shutil.rmtree(folder)
+            self._remove()
         elif mark is not None and mark != plan:
             if not overwrite:
                 raise ConfigError(
                     f"--output {folder} contains unfinished scores for other rows, weights, or "
                     "options; use another folder, or --overwrite to replace them"
                 )
-            shutil.rmtree(folder)
+            self._remove()
         elif mark is None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(
                 f"--output {folder} is not empty, but does not contain scores; use a new folder"
             )
         folder.mkdir(exist_ok=True)
         write_record(self.mark, plan)
+
+    def _remove(self) -> None:
+        """Remove the folder. Raises ConfigError if it contains files that are not of a
+        prediction.
+        """
+        names = sorted(path.name for path in self._folder.iterdir())
+        if others := [name for name in names if not _OWN.fullmatch(name)]:
+            raise ConfigError(
+                f"--output {self._folder}: --overwrite would delete {others[0]}, which is not a "
+                "file of a prediction; move it, or use a new folder"
+            )
+        shutil.rmtree(self._folder)
 
     def is_encoded(self) -> bool:
         """Return whether an earlier launch encoded all rows.

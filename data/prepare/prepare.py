@@ -29,6 +29,7 @@ from sbpflow.data.format.manifest import (
     load_manifest,
     write_manifest,
 )
+from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.format.verify import verify_shard
 from sbpflow.data.format.vocabulary import (
     fetch_vocabularies,
@@ -199,6 +200,13 @@ def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
                 f"--output {output}: --overwrite would delete the input {path}; move it to another "
                 "folder, or use a new folder for the set"
             )
+    files = sorted(path for path in output.rglob("*") if not path.is_dir())
+    names = [path.relative_to(output).as_posix() for path in files]
+    if others := [name for name in names if not SET_FILE.fullmatch(name)]:
+        raise ConfigError(
+            f"--output {output}: --overwrite would delete {others[0]}, which is not a file of the "
+            "set; move it to another folder, or use a new folder for the set"
+        )
 
 
 def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> str:

@@ -296,6 +296,10 @@ def test_an_existing_output_is_not_replaced(tmp_path, source):
     with pytest.raises(ConfigError, match=r"would delete the input .*day_2\.tsv"):
         run_prepare(tmp_path / "set", source, inside, overwrite=True)
     assert inside.exists()
+    inside.rename(tmp_path / "set" / "notes.md")
+    with pytest.raises(ConfigError, match=r"would delete notes\.md, which is not a file"):
+        run_prepare(tmp_path / "set", source, overwrite=True)
+    assert (tmp_path / "set" / "notes.md").exists()
 
 
 def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):

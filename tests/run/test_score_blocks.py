@@ -126,6 +126,12 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
     assert predict(command) == 0
     with pytest.raises(ConfigError, match=r"scores already exists; use --overwrite"):
         predict(command)
+    notes = tmp_path / "scores" / "notes.md"
+    notes.touch()
+    with pytest.raises(ConfigError, match=r"would delete notes\.md, which is not a file of a pred"):
+        predict([*command, "--overwrite"])
+    assert (tmp_path / "scores" / INDEX).is_file()
+    notes.unlink()
     assert predict([*command, "--overwrite"]) == 0
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
