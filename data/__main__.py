@@ -350,6 +350,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, words: list[str]) -> Manifest | None:
     """Run a command; if the output is a URL, first make the set in a local folder."""
+    like: AnyPath | None = getattr(args, "like", None)
+    if like is not None and args.output.resolve() == like.resolve():
+        # A command that is killed while it replaces the set could not be repeated.
+        raise ConfigError(
+            f"--output {args.output}: this folder contains the --like set, which the new set would "
+            f"replace; choose another folder, such as {args.output}-2"
+        )
     if not isinstance(getattr(args, "output", None), RemotePath):
         return args.run(args)
     from sbpflow.data.remote_output import make_remote
@@ -357,7 +364,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> Manifest | None:
     def make(folder: Path) -> Manifest | None:
         return args.run(argparse.Namespace(**{**vars(args), "output": folder}))
 
-    others: list[AnyPath] = [] if args.like is None else [args.like / MANIFEST]
+    others: list[AnyPath] = [] if like is None else [like / MANIFEST]
     others += [] if (schema := getattr(args, "schema", None)) is None else [schema]
     return make_remote(args.output, words, args.input, others, make, overwrite=args.overwrite)
 

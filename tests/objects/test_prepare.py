@@ -11,7 +11,7 @@ from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.prepare import workspace
 from sbpflow.data.prepare.source import find_inputs, read_piece
 from sbpflow.runtime.files import remote_path
-from sbpflow.runtime.files.remote_path import RemotePath
+from sbpflow.runtime.files.remote_path import RemotePath, any_path
 from tests.data.rows import run_prepare, text_rows, write_rows
 
 IN, SET = RemotePath("s3://bucket/in"), RemotePath("s3://bucket/set")
@@ -178,6 +178,20 @@ def test_other_files_at_the_url_are_not_removed(cache, tmp_path, capsys):
     assert main([*words, "--seed", "8"]) == 0
     assert all(SET_FILE.fullmatch(name) for name in url.sizes())
     assert "test-000007.values.npy" not in url.sizes()
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+def test_the_like_set_is_not_replaced(cache, tmp_path, capsys, at_url):
+    rows = write_rows(tmp_path / "rows.tsv", text_rows(60))
+    place = "memory://like/set" if at_url else str(tmp_path / "set")
+    words = ["--input", str(rows), "--output", place]
+    assert main(["prepare", *words]) == 0
+    before = load_manifest(any_path(place)).fingerprint
+    for command in (["encode"], ["prepare", "--grow"]):
+        capsys.readouterr()
+        assert main([*command, *words, "--like", place, "--overwrite"]) == 2
+        assert f"--output {place}: this folder contains the --like set" in capsys.readouterr().err
+    assert load_manifest(any_path(place)).fingerprint == before
 
 
 @pytest.mark.parametrize("is_lock", [False, True])
