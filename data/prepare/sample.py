@@ -1,6 +1,5 @@
 """Read the first rows of tables with column names, from which a schema is proposed."""
 
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,24 +232,18 @@ def _cells(
         )
     if not body:
         raise DataError(f"{source.path} has no rows after the line of column names")
-    if quote and b'"' in body:
-        body = _whole_records(body) if is_cut else body
-        schema = _schema(names, separator, quote)
-        frame = read_records(body, names, schema, BadLines())[0]
-        if frame.is_empty():
-            raise DataError(
-                f"{source.path}: none of the first rows has {len(names)} cells with correct "
-                'quotes; write a quote inside a quoted cell twice, such as "5"" wide"'
-            )
-    else:
-        frame = pl.read_csv(
-            io.BytesIO(body),
-            has_header=False,
-            separator=separator,
-            quote_char=None,
-            schema=dict.fromkeys(names, pl.String),
-            truncate_ragged_lines=True,
+    is_quoted = quote is not None and b'"' in body
+    if is_quoted and is_cut:
+        body = _whole_records(body)
+    # ``prepare`` skips the same records.
+    frame = read_records(body, names, _schema(names, separator, quote), BadLines())[0]
+    if frame.is_empty():
+        advice = (
+            ' with correct quotes; write a quote inside a quoted cell twice, such as "5"" wide"'
+            if is_quoted
+            else f", as the header has; check the separator {separator!r}"
         )
+        raise DataError(f"{source.path}: none of the first rows has {len(names)} cells{advice}")
     return frame.with_columns(pl.all().replace("", None))
 
 

@@ -322,6 +322,18 @@ def test_a_table_without_usable_names_is_refused(tmp_path, text, error, message)
         propose([tmp_path / "t.csv"])
 
 
+def test_rows_with_another_number_of_cells_are_left_out(tmp_path):
+    """``prepare`` skips these rows, so they must not change the kind of a column."""
+    rows = ["click,price,site", *(f"{n % 2},{3 * n},s{n % 40}" for n in range(1, 400))]
+    source = tmp_path / "rows.csv"
+    source.write_text("\n".join(rows) + "\n")
+    clean = propose([source]).text
+    rows.insert(200, "Page 2 of 5")
+    source.write_text("\n".join([*rows, "1,2,s3,extra", "", "Total: 400 rows"]) + "\n")
+    assert propose([source]).text == clean
+    assert "label: click" in clean
+
+
 @pytest.mark.parametrize("first", [0, 99])
 def test_a_row_with_broken_encoding_is_left_out(tmp_path, first):
     rows = [f"{n % 2},v{n % 3}".encode() for n in range(200)]
