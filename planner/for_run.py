@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,6 +52,7 @@ from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.compute.devices import BACKENDS, device_name
+from sbpflow.runtime.files.file_lock import hold
 from sbpflow.runtime.ranks.topology import Topology
 
 LOG = logging.getLogger(__name__)
@@ -148,17 +150,21 @@ class PlannedRun:
         if self.path is None:
             return lines
         profile = None
-        try:
-            if boxing.world.rank == 0 and timed_steps >= LEAST_STEPS:
-                profile = ran._corrected(self.path, measured_ms)
-        except ConfigError as error:
-            LOG.warning("this run is not added to the calibration: %s", error)
-        try:
-            # This call raises errors only after the exchange between ranks, so no rank is left
-            # waiting.
-            save_on_all_hosts(boxing, profile, self.path)
-        except OSError as error:
-            LOG.warning("this run is not added to the calibration: %s", error)
+        with ExitStack() as opened:
+            try:
+                if boxing.world.rank == 0 and timed_steps >= LEAST_STEPS:
+                    # Locked until the file is written, so that runs that end at the same time keep
+                    # each other's corrections.
+                    opened.enter_context(hold(self.path.with_suffix(".lock"), wait=True))
+                    profile = ran._corrected(self.path, measured_ms)
+            except (ConfigError, OSError) as error:
+                LOG.warning("this run is not added to the calibration: %s", error)
+            try:
+                # This call raises errors only after the exchange between ranks, so no rank is left
+                # waiting.
+                save_on_all_hosts(boxing, profile, self.path)
+            except OSError as error:
+                LOG.warning("this run is not added to the calibration: %s", error)
         lines["costs"] = origin_of(profile or self.cost.profile, self.facts)
         return lines
 

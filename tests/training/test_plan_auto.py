@@ -7,6 +7,8 @@ import math
 import os
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from glob import escape
@@ -32,7 +34,8 @@ from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.stats import load_stats
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
-from sbpflow.planner.costs.profile import Link, Profile, default_path, load
+from sbpflow.planner.costs.profile import Link, Profile, default_path, load, write_profile
+from sbpflow.planner.costs.run_corrections import LEAST_STEPS
 from sbpflow.planner.for_run import plan_tables
 from sbpflow.planner.task import embedding_plan, rules
 from sbpflow.run.planning.build_plan import plan_run
@@ -40,10 +43,12 @@ from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.run.saved.saved_model import find_checkpoint, saved_config, saved_layouts
 from sbpflow.runtime.files.run_folder import TABLE_PLAN_FILE
+from sbpflow.runtime.ranks.topology import Topology
 from tests import deadlines
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
+COMMAND = "sbpflow.planner.calibration.command"
 SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
@@ -146,10 +151,30 @@ def test_runs_end_without_a_writable_cache(synth_set, tmp_path, calibrated, caps
     before = default_path("cpu").read_text()
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={tmp_path / 'run'}", "parallel.plan=auto"]
     words += ["data.batch_size=100", "train.max_steps=24"]
-    monkeypatch.setattr("sbpflow.planner.calibration.command.write_profile", full)
+    monkeypatch.setattr(f"{COMMAND}.write_profile", full)
     assert train.main(["--config", CONFIG, *words]) == 0
     assert "not added to the calibration: [Errno 28] No space left" in capsys.readouterr().err
     assert default_path("cpu").read_text() == before
+
+
+def test_runs_that_end_at_the_same_time_keep_each_others_corrections(
+    synth_set, calibrated, monkeypatch
+):
+    config, fields, run = planned(synth_set)
+    _, plan = plan_run(config, fields, world_size=2, device_type="cpu", planned=run.rules)
+    run = replace(run, path=default_path("cpu"))
+    boxing = SimpleNamespace(world=SimpleNamespace(rank=0, topology=Topology.one_host(2)))
+
+    def slowly(path, text):
+        time.sleep(0.2)
+        write_profile(path, text)
+
+    monkeypatch.setattr(f"{COMMAND}.from_first_rank", lambda boxing, value: value)
+    monkeypatch.setattr(f"{COMMAND}.write_profile", slowly)
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(run.finished, plan, 5.0 + n, LEAST_STEPS, boxing) for n in range(3)]
+        assert all("costs" in job.result() for job in jobs)
+    assert sorted(other.measured_ms for other in load(default_path("cpu")).runs) == [5.0, 6.0, 7.0]
 
 
 def test_planned_runs_resume_without_planner_or_plan_file(
