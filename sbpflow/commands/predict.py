@@ -369,12 +369,13 @@ def open_output(
 ) -> None:
     """Check that the output can be written.
 
-    An output folder is locked, and existing files in it must belong to the same prediction.
+    The output is locked, and existing files in an output folder must belong to the same prediction.
     """
     from sbpflow.data.prepare.workspace import only_run
 
     scoring.open()
-    if blocks is not None:
+    if blocks is not None or not scoring.is_folder:  # else a worker of the command with the lock
         opened.enter_context(only_run(scoring.output))
+    if blocks is not None:
         rows = scoring.manifest().fingerprint if scoring.is_set else scoring.inputs_digest(bad)
         blocks.open(rows)

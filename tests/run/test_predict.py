@@ -329,6 +329,25 @@ def test_an_output_cannot_replace_an_input(run, folder, tmp_path, input, output)
     assert path.exists()
 
 
+def test_two_predictions_do_not_write_one_file(run, tmp_path, monkeypatch):
+    """Otherwise, the first one would write its scores with the row keys of the second one."""
+    rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
+    first = write_csv(tmp_path / "first.csv", rows[:50])
+    second = write_csv(tmp_path / "second.csv", rows[50:100])
+    output, close = tmp_path / "scores.csv", Scoring.close
+
+    def late(scoring):
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match=r"another run .* is writing .*scores\.csv"):
+            predict([*words(run, second, output), "--overwrite"])
+        close(scoring)
+
+    monkeypatch.setattr(Scoring, "close", late)
+    assert predict(words(run, first, output)) == 0
+    assert predict(words(run, first, tmp_path / "alone.csv")) == 0
+    assert output.read_bytes() == (tmp_path / "alone.csv").read_bytes()
+
+
 @pytest.mark.parametrize("output", [".", "/"])
 def test_an_output_without_a_name_is_refused(run, folder, output):
     with pytest.raises(ConfigError, match=rf"--output {output} is not the .* scores\.parquet"):
