@@ -8,7 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -54,16 +54,46 @@ def follow(args: Namespace) -> int:
     parse_rows(args.rows)
     inside = args.follow / CHECKPOINTS_FOLDER
     _check_output("--output", args.output, (checkpoint_folder(args.follow), inside))
-    with exports_in(args.output) as (output, publish):
+    with exports_in(args.output) as (output, publish), _only_export(args):
         _follow(args, output, publish, write_base)
     return 0
+
+
+@contextmanager
+def _only_export(args: Namespace) -> Generator[None]:
+    """Lock a local output, because exports remove the bundles and unfinished files of others. The
+    exporter of a run waits for another one, which may belong to a killed start of the run.
+    """
+    from sbpflow.data.prepare.workspace import only_run
+
+    is_first = True
+    with ExitStack() as opened:
+        while isinstance(args.output, Path):
+            try:
+                opened.enter_context(only_run(args.output.resolve()))
+                break
+            except ConfigError as error:
+                if args.parent is None or os.getppid() != args.parent or _is_over(args.follow):
+                    raise
+                if is_first:
+                    print(f"waiting: {error}", flush=True)
+                is_first = False
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _is_over(run: "AnyPath") -> bool:
+    from sbpflow.checkpoint.commands import checkpoint_folder
+    from sbpflow.checkpoint.run_file import read_run
+
+    facts = read_run(checkpoint_folder(run))
+    return facts is not None and facts.status == "finished"
 
 
 def _follow(
     args: Namespace, output: Path, publish: Callable[[], None], write_base: "WriteBase"
 ) -> None:
     from sbpflow.checkpoint.commands import checkpoint_folder
-    from sbpflow.checkpoint.run_file import read_run
     from sbpflow.run.export.chain import export_newest
 
     seen, due = "", time.monotonic()
@@ -71,9 +101,7 @@ def _follow(
     if args.parent is None and not args.follow.exists():
         print(f"waiting for {args.follow}, which does not exist yet", flush=True)
     while True:
-        folder = checkpoint_folder(args.follow)
-        facts = read_run(folder)
-        is_over = facts is not None and facts.status == "finished"
+        folder, is_over = checkpoint_folder(args.follow), _is_over(args.follow)
         if is_over or time.monotonic() >= due:
             newest, written = export_newest(folder, seen, output, args.deltas, write_base)
             if newest != seen:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
 from sbpflow.commands.export import export, export_model, export_to
 from sbpflow.commands.follow import exports_in
+from sbpflow.data.prepare.workspace import only_run
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.export.chain import export_next
@@ -223,6 +225,23 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
         given = ["--checkpoint", str(run), "--output", str(tmp_path / "model"), option, "10"]
         with pytest.raises(ConfigError, match=f"{option} has no effect with --checkpoint"):
             export(given)
+
+
+def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch, capsys):
+    """The second one would remove the bundle of the first one, even while it is written."""
+    out, opened = tmp_path / "out", ExitStack()
+    words = ["--follow", str(run), "--output", str(out), "--deltas", "5"]
+    opened.enter_context(only_run(out))
+    with pytest.raises(ConfigError, match=r"another run \(process .*\) is writing .*/out; wait"):
+        export(words)
+    assert not out.exists()
+    # The exporter of a run waits, for example for the exporter of a killed start.
+    monkeypatch.setattr(time, "sleep", lambda seconds: opened.close())
+    state = iter([False, True])
+    monkeypatch.setattr("sbpflow.commands.follow._is_over", lambda run: next(state))
+    assert export([*words, "--parent", str(os.getppid())]) == 0
+    assert "waiting: --output: another run" in capsys.readouterr().out
+    assert [path.name for path in out.iterdir()] == ["step-20"]
 
 
 def test_follow_prints_that_it_waits_for_a_folder(tmp_path, monkeypatch, capsys):
