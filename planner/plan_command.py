@@ -145,12 +145,7 @@ def _cost(args: Namespace) -> TaskCost:
         raise ConfigError(f"--report must end in one of {', '.join(WRITERS)}, got {report}")
     if measure < 0:
         raise ConfigError(f"--measure must be 0 or more, got {measure}; for example, --measure 4")
-    for key in ("report", "output"):
-        path: Path | None = getattr(args, key, None)
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(
-                f"--{key} {path}: the folder {path.parent} does not exist; create it first"
-            )
+    _check_files(args)
     tables = read_tables(args.tables)
     if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
@@ -166,6 +161,27 @@ def _cost(args: Namespace) -> TaskCost:
         )
     task = tables.task(args.world_size, device, device_bytes=limit)
     return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(args.world_size)))
+
+
+def _check_files(args: Namespace) -> None:
+    """Raise ConfigError for an output in a missing folder, or one that would replace another file
+    of the command.
+    """
+    read = {key: getattr(args, key, None) for key in ("tables", "plan", "profile")}
+    given = {Path(path).resolve(): key for key, path in read.items() if path is not None}
+    for key in ("output", "report"):
+        path: Path | None = getattr(args, key, None)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"--{key} {path}: the folder {path.parent} does not exist; create it first"
+            )
+        if (other := given.setdefault(path.resolve(), key)) != key:
+            raise ConfigError(
+                f"--{key} {path}: this is also the file of --{other}; use another file, such as "
+                f"--{key} {path.with_stem(f'{path.stem}-{key}')}"
+            )
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:

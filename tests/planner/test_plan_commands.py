@@ -181,6 +181,23 @@ def test_impossible_outputs_and_measurements_are_refused_before_planning(
         plan(["--tables", str(tables), "--profile", "h100-dgx", *words])
 
 
+def test_outputs_do_not_replace_other_files_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("sbpflow.planner.plan_command.make_plan", None)
+    tables, shared = tmp_path / "tables.json", tmp_path / "plan.txt"
+    tables.write_text(json.dumps(TABLES))
+    words = ["--tables", str(tables), "--profile", "h100-dgx"]
+    for more, message in (
+        (["--output", str(tables)], r"--output .*: this is also the file of --tables; .*-output\."),
+        (["--report", str(tables)], "--report .*: this is also the file of --tables"),
+        (["--output", str(shared), "--report", str(shared)], "also the file of --output"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan([*words, *more])
+    with pytest.raises(ConfigError, match=r"--report .*: this is also the file of --plan"):
+        explain([*words, "--plan", str(shared), "--report", str(shared)])
+    assert json.loads(tables.read_text()) == TABLES
+
+
 def test_plans_for_gpus_are_not_measured_on_cpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "tables.json"
