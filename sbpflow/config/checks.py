@@ -14,6 +14,7 @@ from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.plan.two_level import is_two_level
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import AnyPath
+from sbpflow.runtime.files.run_folder import RUN_FILES
 
 
 def check(
@@ -83,7 +84,16 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
 
 
 def run_dir(config: Config) -> Path:
-    """Return ``run.dir``, created if missing; raise ConfigError if the folder is not writable."""
+    """Return ``run.dir``, created if missing; raise ConfigError if the folder is not writable, or
+    if a new run would move the file ``parallel.plan``.
+    """
+    plan = Path(config.parallel.plan or "auto")
+    if plan.name in RUN_FILES and plan.parent.resolve() == config.run.dir.resolve():
+        raise ConfigError(
+            f"parallel.plan: {plan} is in run.dir, and a new run moves a file of this name to "
+            "previous-N, so the run could not be repeated; rename the file, for example, "
+            f"parallel.plan={plan.with_name('plan.yaml')}"
+        )
     return writable_folder("run.dir", config.run.dir, "run.dir=runs/train")
 
 

@@ -98,6 +98,8 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
     tables, start = len(first.layouts), (folder / "start.txt").read_text()
     assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s; predicted step", start)
     kept = folder / TABLE_PLAN_FILE
+    with pytest.raises(ConfigError, match=r"parallel\.plan: .*/tables\.yaml is in run\.dir"):
+        train.main(["--config", CONFIG, *words, f"parallel.plan={kept}"])
     assert yaml.safe_load(kept.read_text())["notes"]["predicted_step_ms"] > 0
     again = tmp_path / "again"
     words[-1] = f"run.dir={again}"
