@@ -26,6 +26,7 @@ from sbpflow.config.schema import Config
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.run_folder import (
     BOARD_FOLDER,
+    CHECKPOINTS_FOLDER,
     METRICS_FILE,
     PLAN_FILE,
     RUN_FILES,
@@ -76,7 +77,8 @@ class MetricsWriter:
 
     Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed``
     contains the step of the checkpoint and the length of metrics.jsonl at that step. The file is
-    truncated to this length, and new lines are appended.
+    truncated to this length, and new lines are appended. If no line ends at this length, the file
+    belongs to another run (run.dir has changed), and is moved.
     """
 
     def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
@@ -85,7 +87,10 @@ class MetricsWriter:
             return
         folder.mkdir(parents=True, exist_ok=True)
         names = [*RUN_FILES, *(path.name for path in folder.glob(TRACE_FILE.format(rank="*")))]
-        earlier = set_aside(folder, names) if resumed is None else None
+        is_other = resumed and _is_of_another_run(folder / METRICS_FILE, resumed[1])
+        if is_other:
+            names.remove(CHECKPOINTS_FOLDER)  # it may contain the run's checkpoints
+        earlier = set_aside(folder, names) if resumed is None or is_other else None
         if earlier is not None:
             logger.info("moved the files of an earlier run from %s to %s", folder, earlier)
         self._file = (folder / METRICS_FILE).open("a", encoding="ascii")
@@ -113,6 +118,15 @@ class MetricsWriter:
             json.dumps({"event": event, "time": now, **finite}, allow_nan=False) + "\n"
         )
         self._file.flush()
+
+
+def _is_of_another_run(path: Path, length: int) -> bool:
+    """Return whether the file has ``length`` bytes or more, but no line ends at this length."""
+    if length == 0 or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        file.seek(length - 1)
+        return file.read(1) not in (b"", b"\n")
 
 
 def _cut(file: TextIOWrapper, length: int) -> None:
