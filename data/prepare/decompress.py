@@ -17,20 +17,19 @@ from sbpflow.errors import ConfigError, DataError
 _READ_BYTES = 1 << 20
 
 
-class _Zstd(io.RawIOBase):
-    """A stream of the decompressed bytes of all zstd frames in a file."""
+class _Streams(io.RawIOBase):
+    """A stream of the decompressed bytes of all bzip2 or xz streams, or zstd frames, in a file.
 
-    def __init__(self, compressed: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ConfigError(
-                "a .zst file needs the package zstandard; run `pip install zstandard`, or "
-                "decompress the file with `zstd -d`"
-            ) from error
-        self._compressed, self._zstd = compressed, zstandard
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._has_begun, self._waiting = False, b""
+    ``BZ2File`` and ``LZMAFile`` end without an error at a stream whose header is damaged, so the
+    rows of this and all later streams would be lost. Here, only zeros may follow the last stream.
+    """
+
+    def __init__(
+        self, compressed: IO[bytes], new: Callable[[], Any], error: type[Exception]
+    ) -> None:
+        self._compressed, self._new, self._error = compressed, new, error
+        self._stream = new()
+        self._has_begun, self._waiting = False, memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -45,29 +44,50 @@ class _Zstd(io.RawIOBase):
         return len(taken)
 
     def _decompress_more(self) -> bool:
-        """Decompress the next bytes. Return False at the end of the last frame."""
-        if self._frame.eof:
-            compressed = self._frame.unused_data or self._compressed.read(_READ_BYTES)
-            if not compressed:
-                return False
-            self._frame = self._zstd.ZstdDecompressor().decompressobj()
+        """Decompress the next bytes. Return False at the end of the last stream."""
+        if self._stream.eof:
+            compressed = self._stream.unused_data.lstrip(b"\0")
+            while not compressed:
+                if not (compressed := self._compressed.read(_READ_BYTES)):
+                    return False
+                compressed = compressed.lstrip(b"\0")
+            self._stream = self._new()
         else:
             compressed = self._compressed.read(_READ_BYTES)
             if not compressed:
-                raise EOFError("ends inside a frame" if self._has_begun else "empty file")
+                raise EOFError("ends inside a stream" if self._has_begun else "empty file")
         self._has_begun = True
         try:
-            self._waiting = self._frame.decompress(compressed)
-        except self._zstd.ZstdError as error:
+            self._waiting = memoryview(self._stream.decompress(compressed))
+        except self._error as error:
             raise zlib.error(str(error)) from error
         return True
 
 
+def _streams(
+    compressed: IO[bytes], new: Callable[[], Any], error: type[Exception]
+) -> io.BufferedReader:
+    return io.BufferedReader(_Streams(compressed, new, error), _READ_BYTES)
+
+
+def _zstd(compressed: IO[bytes]) -> io.BufferedReader:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            "a .zst file needs the package zstandard; run `pip install zstandard`, or "
+            "decompress the file with `zstd -d`"
+        ) from error
+    return _streams(
+        compressed, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+    )
+
+
 DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
-    ".zst": lambda raw: io.BufferedReader(_Zstd(raw), _READ_BYTES),
+    ".bz2": lambda raw: _streams(raw, bz2.BZ2Decompressor, OSError),
+    ".xz": lambda raw: _streams(raw, lzma.LZMADecompressor, lzma.LZMAError),
+    ".zst": _zstd,
 }
 """The function that opens a stream of decompressed bytes, by file name suffix"""
 FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}

@@ -98,6 +98,24 @@ def test_compressed_text_with_several_frames_is_read_to_the_end(tmp_path, plain,
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
+def test_zeros_may_follow_compressed_text(tmp_path, plain, suffix):
+    path = tmp_path / f"rows.tsv{suffix}"
+    path.write_bytes(COMPRESS[suffix](TEXT) + bytes(512))
+    run_prepare(tmp_path / "set", path)
+    assert same_words(tmp_path / "set", plain)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_damaged_frame_does_not_end_the_text(tmp_path, suffix):
+    second = bytearray(COMPRESS[suffix](TEXT[30_001:]))
+    second[0] ^= 0xFF
+    path = tmp_path / f"rows.tsv{suffix}"
+    path.write_bytes(COMPRESS[suffix](TEXT[:30_001]) + second)
+    with pytest.raises(DataError, match=r"rows\.tsv\.\w+: the .* truncated or damaged"):
+        run_prepare(tmp_path / "set", path)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
 def test_truncated_or_damaged_compressed_text_is_refused(tmp_path, suffix):
     whole = COMPRESS[suffix](TEXT)
     damaged = bytearray(whole)
