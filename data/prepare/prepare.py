@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,6 +75,8 @@ def prepare(options: PrepareOptions) -> Manifest:
     if like is not None:
         fetch_vocabularies(like)
     inputs = find_inputs(options.inputs)
+    if options.output.is_symlink():  # keep the link; replace the set to which it points
+        options = replace(options, output=options.output.resolve())
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
     with only_run(options.output):

@@ -302,6 +302,16 @@ def test_an_existing_output_is_not_replaced(tmp_path, source):
     assert (tmp_path / "set" / "notes.md").exists()
 
 
+def test_a_link_as_the_output_stays_a_link(tmp_path, source):
+    link, target = tmp_path / "link", tmp_path / "disk" / "set"
+    link.symlink_to(target)  # which does not exist yet
+    for more in ({}, {"overwrite": True, "min_count": 3}):
+        run_prepare(link, source, **more)
+        assert link.is_symlink()
+        assert (target / "manifest.json").is_file()
+    assert sorted(path.name for path in target.parent.iterdir()) == ["set"]
+
+
 def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
     single = prepare(PrepareOptions(inputs=(source,), output=tmp_path / "a", workers=1))
     several = run_prepare(tmp_path / "b", source, workers=4)
