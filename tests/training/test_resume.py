@@ -266,6 +266,10 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, capfd):
     assert "weights are those of step 20, and the run ends at step 20" in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"is in checkpoint\.dir"):
         run(synth_set, tmp_path / "b", elsewhere, f"checkpoint.resume={tmp_path / 'own/step-20'}")
+    (tmp_path / "from").rename(tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match=r"step-12 is in run\.dir, .* run\.dir=\S+-2"):
+        run(synth_set, tmp_path, elsewhere, f"checkpoint.resume={tmp_path / 'checkpoints'}")
+    (tmp_path / "checkpoints").rename(tmp_path / "from")
     with pytest.raises(ConfigError, match=r"tables/deep\.C1 was saved with shape .*, but has"):
         run(synth_set, tmp_path / "c", resume, "model.embedding_dim=8")
     with pytest.raises(ConfigError, match=r"lacks tables/deep.C1/sum,.* it has tables/deep.C1/exp"):

@@ -265,6 +265,12 @@ def _decide_from(given: Checkpoint, config: Config, data: DataFacts, new_run: De
             "run, or another run.dir (or checkpoint.dir) to start a new run from this "
             "checkpoint"
         )
+    if given.path.parent.resolve() == (config.run.dir / CHECKPOINTS_FOLDER).resolve():
+        raise ConfigError(
+            f"checkpoint.resume: {given.path} is in run.dir, whose files a new run moves to "
+            "previous-N, so the command could not be repeated; use another run.dir, such as "
+            f"run.dir={config.run.dir}-2"
+        )
     saved = read_run(folder) if config.checkpoint.every else None
     if saved is not None and saved.status == "training":
         newest = next(good_checkpoints(folder, run=saved.run), None)
