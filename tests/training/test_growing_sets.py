@@ -20,6 +20,7 @@ from sbpflow.data.format.shards import RowFiles
 from sbpflow.embedding.storage import live_rows
 from sbpflow.errors import ConfigError
 from sbpflow.run.report.page import write_report
+from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.runtime.random.streams import mix
 from tests.quick import quick
 from tests.training.test_resume import Interrupted, interrupt
@@ -304,6 +305,13 @@ def test_a_fitted_run_continues_with_keys(run, tmp_path):
     assert last["growth.C3.live"] >= keys.numel()
     with pytest.raises(ConfigError, match=r"--output .* already has a checkpoint of step 32"):
         checkpoint(["to-keys", *words, str(tmp_path / "keyed")])
+    saving = tmp_path / "busy" / ".step-6.partial-0123456789"  # of a run that is saving
+    saving.mkdir(parents=True)
+    lock = RunLock(saving.parent, rank=0, key="checkpoint.dir")
+    with pytest.raises(ConfigError, match=r"busy: a run is saving there"):
+        checkpoint(["to-keys", *words, str(saving.parent)])
+    assert saving.is_dir()
+    lock.close()
     words[2] = str(fitted)
     with pytest.raises(ConfigError, match=r"--data .* has no keys for the fields of .* --keys"):
         checkpoint(["to-keys", *words, str(tmp_path / "other")])

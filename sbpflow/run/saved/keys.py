@@ -133,12 +133,13 @@ def to_keys(
         )
     documents = {**checkpoint.documents, "data": dict(data)}
     output.mkdir(parents=True, exist_ok=True)
-    if step_folder(output, checkpoint.step).exists():
-        raise ConfigError(
-            f"--output {output} already has a checkpoint of step {checkpoint.step}; use an empty "
-            "folder"
-        )
-    write_full(output, replace(checkpoint.index, documents=documents), tensors)
+    with held(output):
+        if step_folder(output, checkpoint.step).exists():
+            raise ConfigError(
+                f"--output {output} already has a checkpoint of step {checkpoint.step}; use an "
+                "empty folder"
+            )
+        write_full(output, replace(checkpoint.index, documents=documents), tensors)
     path = step_folder(output, checkpoint.step)
     return "\n".join([*done.values(), f"continue with checkpoint.resume={path}"])
 
