@@ -11,13 +11,14 @@ from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 def check_metadata_folder(key: str, target: AnyPath) -> None:
     """Raise ConfigError if ``target`` exists but is not a copy that ``copy_metadata`` made: a copy
-    has no rows and no other files.
+    has no rows and no other files, except hidden ones, which file managers create.
     """
     if isinstance(target, RemotePath):
         names = [name.partition("/")[0] for name in target.sizes()]
     else:
         names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
-    if other := [name for name in names if name not in (MANIFEST, VOCABULARY_FOLDER)]:
+    own = (MANIFEST, VOCABULARY_FOLDER)
+    if other := [name for name in names if name not in own and not name.startswith(".")]:
         raise ConfigError(
             f"{key}: {target} contains {other[0]}, but a run replaces {target.name}/ in this "
             f"folder with its own files; use another folder, such as {key}={target.parent / 'run'}"

@@ -13,6 +13,7 @@ from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import read_run
 from sbpflow.commands import train
+from sbpflow.data.format.metadata import check_metadata_folder
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import any_path
 from sbpflow.runtime.files.run_folder import RunLock
@@ -289,6 +290,9 @@ def test_a_folder_data_of_the_user_is_not_moved_or_replaced(synth_set, tmp_path,
             run(synth_set, tmp_path / "b", f"checkpoint.dir={folder}", more)
     assert rows.read_bytes() == b"rows"
     assert not (rows.parent / "manifest.json").exists()
+    rows.unlink()
+    (rows.parent / ".DS_Store").write_bytes(b"of a file manager")
+    check_metadata_folder("checkpoint.dir", rows.parent)
 
 
 def test_another_runs_checkpoints_are_locked_before_they_are_changed(synth_set, tmp_path):
