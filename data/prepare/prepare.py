@@ -60,7 +60,7 @@ from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
-_PUBLISHING = "publishing"
+_PUBLISHING, _REPLACED = "publishing", "replaced"
 _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 """Fraction of the total time that each phase takes, used only for the ETA"""
 
@@ -87,6 +87,10 @@ def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | 
     plan = _plan(options, inputs, like)
     if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
+    replaced = work_folder(options.output) / _REPLACED
+    if replaced.exists() and not options.output.exists():
+        # An earlier run was killed between the two renames of ``_publish``.
+        os.replace(replaced, options.output)
     _check_output(options, inputs)
     with open_engine(options.engine, options.workers) as engine:
         work, resumes = open_work(options.output, plan)
@@ -290,7 +294,7 @@ def _publish(work: Path, options: PrepareOptions) -> Manifest:
             unfinished.unlink(missing_ok=True)
         (work / _PUBLISHING).touch()
         if options.output.exists():
-            os.replace(options.output, work / "replaced")
+            os.replace(options.output, work / _REPLACED)
         os.replace(work / "set", options.output)
     discard(work)
     return load_manifest(options.output)

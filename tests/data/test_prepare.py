@@ -1,6 +1,7 @@
 """Tests prepare against plain Python: counts, ids, values, input formats, and bad lines."""
 
 import gzip
+import os
 import shutil
 
 import numpy as np
@@ -300,6 +301,30 @@ def test_an_existing_output_is_not_replaced(tmp_path, source):
     with pytest.raises(ConfigError, match=r"would delete notes\.md, which is not a file"):
         run_prepare(tmp_path / "set", source, overwrite=True)
     assert (tmp_path / "set" / "notes.md").exists()
+
+
+def test_a_set_is_not_lost_by_a_kill_while_it_is_replaced(tmp_path, source, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(first, second):
+        if first == tmp_path / "set.work" / "set":
+            raise Killed
+        os.rename(first, second)
+
+    run_prepare(tmp_path / "set", source)
+    before = (tmp_path / "set" / "manifest.json").read_bytes()
+    monkeypatch.setattr("sbpflow.data.prepare.prepare.os.replace", killed)
+    with pytest.raises(Killed):
+        run_prepare(tmp_path / "set", source, overwrite=True, min_count=3)
+    monkeypatch.undo()
+    assert not (tmp_path / "set").exists()
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run_prepare(tmp_path / "set", source, min_count=4)
+    assert (tmp_path / "set" / "manifest.json").read_bytes() == before
+    again = run_prepare(tmp_path / "set", source, overwrite=True, min_count=3)
+    assert again.content["min_count"] == 3
+    assert not (tmp_path / "set.work").exists()
 
 
 def test_a_link_as_the_output_stays_a_link(tmp_path, source):
