@@ -5,6 +5,7 @@ program's mark are emptied, because any other folder of that name belongs to the
 """
 
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -22,6 +23,8 @@ from sbpflow.runtime.files.local_path import local_path
 
 MARK = "plan"
 _NEW_MARK = "plan.partial"
+_REMOVED = "being removed"  # the content of the mark
+_LOG = logging.getLogger(__name__)
 
 
 class DamagedWork(DataError):
@@ -143,8 +146,11 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
                 f"--output: {work} already exists and was not created by this program; move it, or "
                 "choose another output"
             )
-        if (work / MARK).read_text(encoding="ascii", errors="replace") == plan:
+        mark = (work / MARK).read_text(encoding="ascii", errors="replace")
+        if mark == plan:
             return work, True
+        if mark != _REMOVED:
+            _LOG.warning("removing %s, the results of a command with other options or files", work)
         discard(work)
     try:
         work.mkdir(parents=True)
@@ -172,7 +178,7 @@ def discard(work: Path) -> None:
     The mark is changed first, so that a later run does not resume from a partly removed folder, and
     removed last, so that this program recognizes the folder even after an interrupted removal.
     """
-    (work / MARK).write_text("being removed", encoding="ascii")
+    (work / MARK).write_text(_REMOVED, encoding="ascii")
     for entry in work.iterdir():
         if entry.name == MARK:
             continue

@@ -19,13 +19,15 @@ def test_a_folder_of_the_user_is_never_emptied(tmp_path):
     assert (users_folder / "precious").read_text() == "x"
 
 
-def test_a_work_folder_is_resumed_or_replaced(tmp_path):
+def test_a_work_folder_is_resumed_or_replaced(tmp_path, caplog):
     work, resumes = open_work(tmp_path / "set", "plan a")
     assert not resumes
     (work / "stage").mkdir()
     assert open_work(tmp_path / "set", "plan a") == (work, True)
     assert (work / "stage").exists()
+    assert not caplog.text
     assert open_work(tmp_path / "set", "plan b") == (work, False)
+    assert "set.work, the results of a command with other options" in caplog.text
     assert [entry.name for entry in work.iterdir()] == [MARK]
     discard(work)
     assert not work.exists()
