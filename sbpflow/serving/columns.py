@@ -65,7 +65,7 @@ class RawRows:
             names = list(getattr(rows, "column_names", None) or getattr(rows, "columns", rows))
             _check_distinct(names)
             self.check_names(0, names)
-            return {name: _cells(rows[name]) for name in self.required}
+            return {name: _cells(name, rows[name]) for name in self.required}
         if not len(rows):
             return {name: [] for name in self.required}
         if isinstance(rows[0], Mapping):
@@ -196,7 +196,7 @@ def _split(record: str, separator: str, quote: str | None, number: int) -> list[
     return [c[1:-1].replace(double, quote) if c.startswith(quote) else c for c in found]
 
 
-def _cells(column: Any) -> Any:
+def _cells(name: str, column: Any) -> Any:
     """Return a column of a data frame as an array, a masked array, or a list.
 
     Integers with missing values become lists, because numpy would convert the integers to floats.
@@ -206,7 +206,7 @@ def _cells(column: Any) -> Any:
     if hasattr(column, "to_pylist"):  # Arrow
         if column.null_count == 0 and str(column.type).startswith(_NUMBERS):
             return column.to_numpy()
-        return column.to_pylist()
+        return _arrow_list(name, column)
     if not hasattr(column, "to_list"):
         return list(column)
     # pandas columns have no ``null_count``; their float arrays mark missing values with NaN
@@ -218,6 +218,26 @@ def _cells(column: Any) -> Any:
         if array.dtype.kind == dtype[0].replace("d", "f"):
             return array
     return column.to_list()
+
+
+def _arrow_list(name: str, column: Any) -> list[Any]:
+    """Return an Arrow column as a list; raise RowError for the first cell that Python cannot
+    represent, such as a time after the year 9999.
+    """
+    try:
+        return column.to_pylist()
+    except (OverflowError, ValueError) as error:
+        row = next((row for row, cell in enumerate(column) if not _is_readable(cell)), 0)
+        rule = f"has a cell that Python cannot read ({error}); send numbers, text, or lists of them"
+        raise RowError(row, name, str(column.type), rule) from error
+
+
+def _is_readable(cell: Any) -> bool:
+    try:
+        cell.as_py()
+    except (OverflowError, ValueError):
+        return False
+    return True
 
 
 class Lists(NamedTuple):

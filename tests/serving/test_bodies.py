@@ -3,6 +3,7 @@ them.
 """
 
 import json
+import re
 import time
 
 import numpy as np
@@ -178,6 +179,18 @@ def test_arrow_offsets_outside_of_the_body_are_refused():
     at = body.index(offsets)
     body[at + 12 : at + 16] = np.int32(1 << 30).tobytes()
     assert refused(ARROW, bytes(body))[1] == 400
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.timestamp("s"), pa.timestamp("us", "UTC"), pa.date64(), pa.duration("s")]
+)
+def test_arrow_times_that_python_cannot_read_are_refused_with_their_row(kind):
+    largest = 2**62 // 86_400_000 * 86_400_000  # whole days, as date64 needs
+    column = pa.array([None, largest], pa.int64()).view(kind)
+    table = format_of(ARROW).read(stream(pa.table({"I1": column})), 9)
+    words = rf"row 1, column 'I1': '{re.escape(str(kind))}' has a cell that .*; send numbers"
+    with pytest.raises(RowError, match=words):
+        TEXT_ROWS.columns_of(table)
 
 
 def test_unknown_content_types_are_refused():
