@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -273,9 +273,25 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
             f"{content.get('format')!r}, but this scorer reads version {VERSION} of {FORMAT!r}; "
             "export the run again"
         )
-    for name, digest in content["sha256"].items() if check else ():
-        if file_digest(folder / name) != digest:
-            raise BundleError(f"{folder / name} is damaged; export the run again")
+    try:
+        for name, digest in content["sha256"].items() if check else ():
+            if file_digest(folder / name) != digest:
+                raise BundleError(f"{folder / name} is damaged; export the run again")
+        model = _assembled(folder, content, compiled)
+        if check:
+            model.check()
+    except BundleError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        cause = f"the key {error} is missing" if isinstance(error, KeyError) else error
+        raise BundleError(
+            f"{folder}: model.json or sample.json is damaged ({cause}); export the run again"
+        ) from error
+    return model
+
+
+def _assembled(folder: Path, content: Mapping[str, Any], compiled: bool) -> Model:
+    """Return the model that ``content`` (model.json) and the files in ``folder`` describe."""
     tensors = Tensors(folder / "model.safetensors")
     encoder, loops = None, _loops()
     if content["input"] is not None:
@@ -305,7 +321,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     if loops is not None and encoder is not None:
         dims = [store.dim for store in stores]
         program = loops.compile_model(content, segments, gathers, dims, encoder.num_dense, weights)
-    model = Model(
+    return Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),
         content=content,
@@ -318,9 +334,6 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         segments=segments,
         program=program,
     )
-    if check:
-        model.check()
-    return model
 
 
 def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
@@ -358,7 +371,7 @@ def _compiled_part(
     elif torch.__version__.split("+")[0] != made["torch"]:
         problem = f"it needs torch {made['torch']}, not {torch.__version__}"
     if problem:
-        warnings.warn(f"{file}: {problem}; the dense part runs uncompiled", stacklevel=3)
+        warnings.warn(f"{file}: {problem}; the dense part runs uncompiled", stacklevel=4)
         return None
     inductor: Any = importlib.import_module("torch._inductor")
     run = inductor.aoti_load_package(str(file))
@@ -394,6 +407,9 @@ def file_digest(file: Path) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BundleError(f"{file} cannot be read ({error}); export the bundle again") from error
+    if not isinstance(content, dict):
+        raise BundleError(f"{file} is not a JSON object; export the bundle again")
+    return cast("dict[str, Any]", content)

@@ -62,7 +62,7 @@ def test_code_is_loaded_only_if_asked_for(folder, monkeypatch):
     (bundle / "model.json").write_text(json.dumps({**content, "compiled": made}))
     load(bundle)
     assert loaded == []
-    with pytest.raises(TypeError):  # the patched loader returns None
+    with pytest.raises(BundleError, match="not callable"):  # the patched loader returns None
         load(bundle, compiled=True)
     assert loaded == [str(bundle / "dense.pt2")]
     shutil.rmtree(bundle)

@@ -17,7 +17,7 @@ from benchmarks.serving_load import load as send_load
 from benchmarks.serving_load import request
 from benchmarks.serving_tools import Chain, Server, name_of, serving
 from sbpflow.commands.serve import folders_of, serve
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.serving import server as server_module
 from sbpflow.serving.bodies import ARROW, JSON, TEXT
 from sbpflow.serving.scorer import Model, load
@@ -424,6 +424,31 @@ def test_a_damaged_bundle_is_refused_at_the_start(exported, tmp_path):
     (tmp_path / "model" / "sample.json").write_text(json.dumps(sample))
     with pytest.raises(RuntimeError, match="row 0 must score"), serving(tmp_path / "model"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("model.json", {"origin": None}, "must be a mapping, not NoneType"),
+        ("model.json", {"tables": {}}, r"the key '\S+' is missing"),
+        ("sample.json", {"scores": None}, "'NoneType' object is not iterable"),
+    ],
+)
+def test_a_bundle_with_wrong_json_is_refused_at_the_start(exported, tmp_path, file, change, words):
+    bundle = tmp_path / "model"
+    shutil.copytree(exported / "model", bundle)
+    content = json.loads((bundle / file).read_text())
+    (bundle / file).write_text(json.dumps({**content, **change}))
+    rule = r"model\.json or sample\.json is damaged"
+    with pytest.raises(DataError, match=rf"{rule} \(.*{words}\); export the run again"):
+        server_module.asgi_app({"a": bundle})
+    del content[next(iter(change))]
+    (bundle / file).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"{rule} \(the key '{next(iter(change))}' is missing\)"):
+        server_module.asgi_app({"a": bundle})
+    (bundle / file).write_text("[]")
+    with pytest.raises(DataError, match=f"{file} is not a JSON object; export the bundle again"):
+        server_module.asgi_app({"a": bundle})
 
 
 def test_column_names_that_need_quotes_are_served(exported, tmp_path):
