@@ -7,6 +7,7 @@ column. TLS and authentication are left to a proxy in front of the server.
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -220,6 +221,7 @@ class App:
             scores = model.score_encoded(encoded)
         else:
             scores = await self._batcher.score(model, encoded)
+        _check_scores(scores)
         counts.count("rows", len(scores))
         counts.observe("score", scores)
         counts.values(encoded.names, encoded.counts)
@@ -264,6 +266,7 @@ class App:
         try:
             model = self._shadow.version.model if self._shadow else served.version.model
             other = model.score_encoded(encode(model, rows))
+            _check_scores(other)
             served.counts.observe("shadow_difference", np.abs(other - scores))
             served.counts.count("shadow_rows", len(scores))
         except Exception:
@@ -272,6 +275,13 @@ class App:
         self._behind.popleft()
         if self._behind:
             asyncio.get_running_loop().call_soon(self._score_shadow)
+
+
+def _check_scores(scores: Scores) -> None:
+    """Raise RowError for NaN, which JSON cannot express and which would spoil the metrics' sums."""
+    if (bad := np.isnan(scores)).any():
+        rule = "is the score of this row, because its numbers are too large; send smaller numbers"
+        raise RowError(int(bad.argmax()), None, math.nan, rule)
 
 
 def _check_method(scope: Message, *methods: str) -> None:

@@ -103,7 +103,7 @@ def test_the_open_inference_protocol(server, model):
     assert metadata["outputs"] == [{"name": "score", "datatype": "FP32", "shape": [-1]}]
     rows = rows_of(model, 8)
     assert set(names) == rows[0].keys()
-    columns = {name: [_cell(name, row[name]) for row in rows] for name in names}
+    columns = {name: [text_cell(name, row[name]) for row in rows] for name in names}
     inputs = [
         {"name": name, "shape": [8], "datatype": "BYTES", "data": data}
         for name, data in columns.items()
@@ -121,7 +121,7 @@ def test_the_open_inference_protocol(server, model):
     assert server.request("POST", "/v2/models/a/versions/9/infer", body, JSON).status == 404
 
 
-def _cell(name: str, value: object) -> str | None:
+def text_cell(name: str, value: object) -> str | None:
     if isinstance(value, list):
         return (";" if name == "genre" else "|").join(map(str, value))
     return None if value is None else str(value)

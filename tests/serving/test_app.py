@@ -1,0 +1,101 @@
+"""Tests the application without a server: requests that a client or a proxy must send byte by
+byte, and models that tests change.
+"""
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from sbpflow.serving import server
+from sbpflow.serving.app import App
+from sbpflow.serving.bodies import ARROW, JSON
+from sbpflow.serving.scorer import Model, load
+from tests.serving.test_metrics import values
+from tests.serving.test_server import rows_of, stream_of, text_cell
+
+
+def answer(
+    app: App, path: str, body: bytes, kind: str = JSON, method: str = "POST", **headers: str
+) -> tuple[int, bytes]:
+    """Return the status and the body of the response to one request."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        names = {"content_type": kind, **headers}
+        given = [(k.replace("_", "-").encode(), v.encode()) for k, v in names.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": given}
+        await app(scope, receive, send)
+        await asyncio.sleep(0)  # the shadow model's turn
+
+    with torch.inference_mode():
+        asyncio.run(run())
+    start, content = sent
+    return start["status"], content["body"]
+
+
+def infer_body(rows: list[dict[str, Any]]) -> bytes:
+    """Return a request of the Open Inference Protocol."""
+    inputs = [
+        {
+            "name": name,
+            "shape": [len(rows)],
+            "datatype": "BYTES",
+            "data": [text_cell(name, row[name]) for row in rows],
+        }
+        for name in rows[0]
+    ]
+    return json.dumps({"inputs": inputs}).encode()
+
+
+def with_huge_weights(model: Model) -> Model:
+    """Return a model that gives finite scores only if all numbers of a row are small."""
+    weights = {name: value.clone() for name, value in model.weights.items()}
+    weights["mlp.0.weight"].fill_(1e30)
+    weights["mlp.1.weight"][:, ::2] *= -1
+    return model.with_changes({}, weights, model.version)
+
+
+def test_a_row_whose_score_is_not_a_number_is_refused(exported, monkeypatch):
+    bundle, model = exported / "model", load(exported / "model")
+    monkeypatch.setattr(server, "load", lambda *_, **__: with_huge_weights(model))
+    app = server.asgi_app({"a": bundle})
+    rows = rows_of(model, 3)
+    assert answer(app, "/score", json.dumps(rows).encode())[0] == 200
+    rows[1]["price"] = 3e38
+    table = pa.table({name: [row[name] for row in rows] for name in rows[0]})
+    requests = [
+        ("/score", json.dumps(rows).encode(), JSON),
+        ("/score", stream_of(table), ARROW),
+        ("/v2/models/a/infer", infer_body(rows), JSON),
+    ]
+    for path, body, kind in requests:
+        status, content = answer(app, path, body, kind)
+        assert status == 400, content
+        found = json.loads(content)
+        assert (found["row"], found["column"], found["value"]) == (1, None, "nan")
+        assert "its numbers are too large; send smaller numbers" in found["error"]
+    _, text = answer(app, "/metrics", b"", method="GET")
+    assert math.isfinite(values(text.decode())['sbpflow_score_sum{model="a"}'])
+
+
+def test_a_shadow_score_that_is_not_a_number_is_counted_as_an_error(exported, monkeypatch):
+    bundle, model = exported / "model", load(exported / "model")
+    models = iter((model, with_huge_weights(model)))
+    monkeypatch.setattr(server, "load", lambda *_, **__: next(models))
+    app = server.asgi_app({"a": bundle, "b": bundle}, server.Settings(shadow="b"))
+    rows = rows_of(model, 1)
+    rows[0]["price"] = 3e38
+    assert answer(app, "/score", json.dumps(rows).encode())[0] == 200
+    found = values(answer(app, "/metrics", b"", method="GET")[1].decode())
+    assert found['sbpflow_shadow_errors_total{model="a"}'] == 1
+    assert found['sbpflow_shadow_difference_sum{model="a"}'] == 0
