@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.runtime.files.json_file import kind_name
+from sbpflow.serving.columns import brief
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.scorer import Model
 from sbpflow.serving.scores import written
@@ -133,8 +134,8 @@ def _read_json(body: bytes, max_rows: int) -> Any:
     keys = cast("Mapping[str, Any]", value) if isinstance(value, dict) else {"rows": value}
     if len(keys) != 1 or not keys.keys() <= {"rows", "columns"}:
         raise BodyError(
-            f'the body has the keys {sorted(keys)}; use {{"rows": [{{"column": value, ..}}, ..]}} '
-            'or {"columns": {"column": [value, ..], ..}}'
+            f"the body has the keys {brief(sorted(keys))}; use "
+            '{"rows": [{"column": value, ..}, ..]} or {"columns": {"column": [value, ..], ..}}'
         )
     (key, found), wanted = next(iter(keys.items())), list if "rows" in keys else dict
     if not isinstance(found, wanted):

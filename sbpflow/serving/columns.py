@@ -25,6 +25,12 @@ Array = NDArray[Any]
 _NUMBERS = ("int", "uint", "float", "double")
 
 
+def brief(value: object) -> str:
+    """Return at most 80 characters of a value's representation, for a message."""
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
 class RowError(ValueError):
     """Raised for a bad row. ``row`` counts from 0; ``column`` is None if the fault is not in one
     column.
@@ -33,8 +39,7 @@ class RowError(ValueError):
     def __init__(self, row: int, column: str | None, value: object, rule: str) -> None:
         self.row, self.column, self.value = row, column, value
         place = f"row {row}" if column is None else f"row {row}, column {column!r}"
-        shown = repr(value)
-        super().__init__(f"{place}: {shown if len(shown) < 80 else shown[:77] + '...'} {rule}")
+        super().__init__(f"{place}: {brief(value)} {rule}")
 
 
 class Column(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 from sbpflow.serving.bodies import BodyError, Scores, check_rows, read_json_body
+from sbpflow.serving.columns import RowError, brief
 from sbpflow.serving.follower import ModelVersion
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -56,8 +57,8 @@ def model_metadata(name: str, version: ModelVersion) -> bytes:
 
 
 def read_request(body: bytes, max_rows: int) -> tuple[str | None, dict[str, list[Any]]]:
-    """Return the ``id`` and the columns of a request; raise BodyError if the body is not a valid
-    request.
+    """Return the ``id`` and the columns of a request. Raises BodyError if the body is not a valid
+    request, and RowError for a value that does not fit its shape or datatype.
     """
     request = read_json_body(body)
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
@@ -74,7 +75,7 @@ def read_request(body: bytes, max_rows: int) -> tuple[str | None, dict[str, list
         columns[name] = values
     number = request.get("id")
     if number is not None and not isinstance(number, str):
-        raise BodyError(f"id must be a string, got {number!r}")
+        raise BodyError(f"id must be a string, got {brief(number)}")
     outputs = request.get("outputs") or [{"name": "score"}]
     if not isinstance(outputs, list) or any(
         not isinstance(output, dict) or output.get("name") != "score" for output in outputs
@@ -94,29 +95,25 @@ def _column(tensor: object, where: str) -> tuple[str, list[Any]]:
     if shape == [len(values), 1] and any(isinstance(value, list) for value in values):
         for row, value in enumerate(values):
             if not isinstance(value, list) or len(cast("list[Any]", value)) != 1:
-                raise BodyError(
-                    f"row {row}, column {name!r}: {value!r} does not fit the shape {shape}; use a "
-                    "list of one value"
-                )
+                rule = f"does not fit the shape {shape}; use a list of one value"
+                raise RowError(row, name, value, rule)
         values = [value[0] for value in values]
     if shape not in ([len(values)], [len(values), 1]):
         raise BodyError(
-            f"{where}: shape {shape!r} does not fit {len(values)} values of {name!r}; use "
+            f"{where}: shape {brief(shape)} does not fit {len(values)} values of {name!r}; use "
             f"[{len(values)}] or [{len(values)}, 1]"
         )
     datatype = tensor.get("datatype")
     kinds = _KINDS.get(datatype) if isinstance(datatype, str) else None
     if kinds is None:
         raise BodyError(
-            f"{where}: datatype {datatype!r} is not supported; use one of {', '.join(_KINDS)}"
+            f"{where}: datatype {brief(datatype)} is not supported; use one of {', '.join(_KINDS)}"
         )
     low, high = _RANGES.get(datatype, (-math.inf, math.inf))
     for row, value in enumerate(values):
         if value is None or (type(value) in kinds and (kinds == (str,) or low <= value <= high)):
             continue
-        raise BodyError(
-            f"row {row}, column {name!r}: {value!r} is not {datatype}; use null for a missing value"
-        )
+        raise RowError(row, name, value, f"is not {datatype}; use null for a missing value")
     return name, values
 
 

@@ -237,5 +237,28 @@ def test_an_inference_request_is_read_as_columns():
     ],
 )
 def test_other_inference_requests_are_refused_with_their_place(body, words):
-    with pytest.raises(BodyError, match=words):
+    with pytest.raises((BodyError, RowError), match=words):
         read_request(body, 9)
+
+
+def test_a_bad_value_of_an_inference_request_has_its_row_and_column():
+    for changes in ({"data": ["a", 7]}, {"shape": [2, 1], "data": [["a"], 7]}):
+        with pytest.raises(RowError) as error:
+            read_request(tensor(**changes), 9)
+        assert (error.value.row, error.value.column, error.value.value) == (1, "C1", 7)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: read_request(tensor(datatype="INT8", data=["x" * 100_000, None]), 9),
+        lambda: read_request(tensor(shape=[1] * 100_000), 9),
+        lambda: read_request(tensor(datatype="x" * 100_000), 9),
+        lambda: read_request(b'{"inputs": [], "id": [%s1]}' % (b"1, " * 100_000), 9),
+        lambda: format_of(JSON).read(b'{"%s": 1}' % (b"x" * 100_000), 9).parsed(),
+    ],
+)
+def test_long_values_are_cut_in_messages(read):
+    with pytest.raises((BodyError, RowError)) as error:
+        read()
+    assert len(str(error.value)) < 300
