@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import torch
 
 from sbpflow.serving import server
@@ -99,3 +100,11 @@ def test_a_shadow_score_that_is_not_a_number_is_counted_as_an_error(exported, mo
     found = values(answer(app, "/metrics", b"", method="GET")[1].decode())
     assert found['sbpflow_shadow_errors_total{model="a"}'] == 1
     assert found['sbpflow_shadow_difference_sum{model="a"}'] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "status"), [("0" * 5000 + "2", 200), ("9" * 5000, 413), ("1" + "0" * 18, 413)]
+)
+def test_a_content_length_of_many_digits_is_read(exported, size, status):
+    app = server.asgi_app({"a": exported / "model"})
+    assert answer(app, "/score", b"[]", content_length=size)[0] == status
