@@ -199,6 +199,12 @@ class App:
         return _Answer(text, form.type, headers=headers, scored=(served, rows, scores))
 
     async def _infer(self, served: Served, scope: Message, receive: Receive) -> _Answer:
+        if any(name == b"inference-header-content-length" for name, _ in scope["headers"]):
+            raise BodyError(
+                "Inference-Header-Content-Length: binary tensors are not supported; put the values "
+                'of each input into its list "data" (in tritonclient, binary_data=False)',
+                415,
+            )
         _, body = await self._body(scope, receive)
         version = served.version
         number, rows = inference_protocol.read_request(body, self._limits.rows)

@@ -108,3 +108,12 @@ def test_a_shadow_score_that_is_not_a_number_is_counted_as_an_error(exported, mo
 def test_a_content_length_of_many_digits_is_read(exported, size, status):
     app = server.asgi_app({"a": exported / "model"})
     assert answer(app, "/score", b"[]", content_length=size)[0] == status
+
+
+def test_binary_tensors_are_refused_with_what_to_send(exported):
+    app = server.asgi_app({"a": exported / "model"})
+    head = infer_body([{"price": 1.5}])
+    size = {"inference_header_content_length": str(len(head))}
+    status, content = answer(app, "/v2/models/a/infer", head + b"\0\0\xc0?", **size)
+    assert status == 415
+    assert "binary tensors are not supported; put the values" in json.loads(content)["error"]
