@@ -74,8 +74,10 @@ class Follower:
         """Look for a newer version; return whether ``version`` has been replaced."""
         old, stamps = self.version, self._stamps_of_next()
         try:
-            if (bundle := self._other_bundle()) is not None:
-                return self._reload(bundle, only_newer=False)
+            bundle = self._other_bundle()
+            if bundle is not None and self._reload(bundle, only_newer=False):
+                return True
+            # If the new bundle is damaged, a replacement worker still needs the old one's deltas.
             if self._refused_delta == stamps:
                 return False
             following = self._next(old)

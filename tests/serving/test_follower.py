@@ -153,6 +153,20 @@ def test_a_newer_bundle_replaces_the_chain_and_a_damaged_one_does_not(chain, exp
     assert same(follower, Chain(good, load(good)))
 
 
+def test_deltas_are_applied_while_the_newest_bundle_is_damaged(chain, exported):
+    """A replacement worker starts with the version that the supervisor loaded."""
+    chain.write(1)
+    follower, events = following(chain.bundle.parent)
+    chain.write(2)
+    chain.write(3)
+    newer = chain.bundle.with_name("step-6")
+    shutil.copytree(exported / "model", newer)
+    flip(newer / "model.safetensors")
+    assert [follower.poll(), follower.poll(), follower.poll()] == [True, True, False]
+    assert same(follower, chain)
+    assert events == ["delta_errors", "deltas_applied", "deltas_applied"]
+
+
 def test_a_delta_with_other_shapes_is_refused_once_also_at_the_start(chain, caplog):
     follower, events = following(chain.bundle)
     name, value = next((n, v) for n, v in chain.model.weights.items() if v.numel() > 1)
