@@ -264,8 +264,11 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
         names = ("base", "previous", "run", "checkpoint")
         texts = {name: str(content[name]) for name in names}
         return DeltaHead(number=number, step=step, time=time, **texts), tree["sha256"], values
-    except (JsonError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: {error}; load the newest bundle") from error
+    except KeyError as error:
+        raise DataError(f"{path}: the key {error} is missing; load the newest bundle") from error
+    except (JsonError, TypeError) as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{path}: {reason}; load the newest bundle") from error
 
 
 def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:

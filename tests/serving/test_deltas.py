@@ -3,6 +3,7 @@ rejected.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,20 @@ def test_every_damaged_byte_is_noticed(bundle: Path, file: str):
     path.write_bytes(whole[:-2])
     with pytest.raises(DataError, match=f"{file}.* load the newest bundle"):
         read_delta(bundle, 1, base=base, previous=base)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("{", "not JSON .*"), ("[]", "the file is a list, .*"), ("{}", "the key 'format' is missing")],
+)
+def test_a_damaged_head_is_refused_with_its_path_once(bundle: Path, text: str, reason: str):
+    path = delta_folder(bundle, 1) / DELTA_FILE
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    words = f"^{re.escape(str(path))}: {reason}; load the newest bundle$"
+    with pytest.raises(DataError, match=words) as error:
+        read_delta(bundle, 1, base="", previous="")
+    assert str(error.value).count(str(path)) == 1
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([1]), torch.ones(3), torch.tensor([1, 2, 3]).int()])
