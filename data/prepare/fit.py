@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.schema import DenseColumn
-from sbpflow.serving.cells import clipped
+from sbpflow.serving.cells import FLOAT32_MAX, clipped
 
 Values = NDArray[np.float32]
 
 _MANTISSA_BITS = 23
 _HALF = 12
 _BINS = 1 << 16
-_LARGEST = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class Quantiles:
         values = values_of_order(np.array(keys, dtype=np.uint32))
         # Bounds are clipped, because JSON cannot represent infinity. Infinite values still fall
         # into the outermost buckets.
-        return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
+        return [float(value) for value in np.unique(np.clip(values, -FLOAT32_MAX, FLOAT32_MAX))]
 
 
 def ordered(values: Values) -> NDArray[np.int64]:

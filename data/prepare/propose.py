@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import polars as pl
 
 from sbpflow.config.yaml_text import load_yaml
@@ -28,6 +27,7 @@ from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
 from sbpflow.data.prepare.schema_file import MAX_VALUES
 from sbpflow.data.prepare.source import find_inputs
 from sbpflow.errors import ConfigError
+from sbpflow.serving.cells import FLOAT32_MAX
 
 _LABELS = (
     "label target click clicked buy bought purchase purchased convert converted conversion churn "
@@ -55,7 +55,6 @@ _SKEW = 20
 """A logarithm is proposed if the 99% quantile exceeds this multiple of the median, or of 1 if the
 median is smaller
 """
-_LARGEST = float(np.finfo(np.float32).max)
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
 
 
@@ -324,7 +323,7 @@ def _transform(column: ColumnFacts) -> str:
 def _in_range(column: ColumnFacts) -> pl.Series:
     """Return the values of a column of numbers that are finite as float32."""
     values = column.values.cast(float)
-    return values.filter(values.abs() <= _LARGEST)
+    return values.filter(values.abs() <= FLOAT32_MAX)
 
 
 def _name(name: str) -> str:

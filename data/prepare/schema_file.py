@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data.format.schema import (
     BEYOND,
@@ -25,7 +23,7 @@ from sbpflow.data.format.schema import (
 )
 from sbpflow.data.prepare.cells import reads_times
 from sbpflow.errors import ConfigError
-from sbpflow.serving.cells import TRANSFORMS
+from sbpflow.serving.cells import FLOAT32_MAX, TRANSFORMS
 
 _KEYS = (
     *("label", "labels", "columns", "dense", "sparse", "separator", "header", "quote"),
@@ -35,7 +33,6 @@ _DENSE_KEYS = ("kind", "transform", "clip", "buckets", "missing", "decimal")
 _SPARSE_KEYS = ("kind", "separator", "max", "width", "beyond", "weights", "vocabulary")
 MAX_VALUES = 2**16 - 1
 _MAX_BUCKETS = 4096
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_schema(source: Path | Mapping[str, Any]) -> Schema:
@@ -232,7 +229,8 @@ class _Reader:
             self.choice(f"{place}transform", transform, tuple(TRANSFORMS))
         if clip is not None:
             fits = isinstance(clip, list) and len(clip) == 2 and all(map(_is_float32, clip))
-            rule = f"[LOW, HIGH], two numbers in the float32 range, {-_LARGEST:g} to {_LARGEST:g}"
+            low, high = f"{-FLOAT32_MAX:g}", f"{FLOAT32_MAX:g}"
+            rule = f"[LOW, HIGH], two numbers in the float32 range, {low} to {high}"
             self.need(fits and clip[0] < clip[1], f"{place}clip", clip, rule)
         buckets = how.get("buckets", 0)
         if buckets:
@@ -316,7 +314,7 @@ class _Reader:
 
 
 def _is_float32(value: object) -> bool:
-    return type(value) in (int, float) and abs(cast("float", value)) <= _LARGEST
+    return type(value) in (int, float) and abs(cast("float", value)) <= FLOAT32_MAX
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:

@@ -35,6 +35,7 @@ NAN_PATTERN = r"(?i) *[+-]?nan"
 INFINITE_PATTERN = r"(?i) *([+-]?)inf(?:inity)?"
 KEY_PATTERNS = {"hex": r"[0-9a-fA-F]{8}", "integer": r"(-?)0*([0-9]{1,19})"}
 KEY_BYTES, CHECK_BYTES = 8, 4
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 EXPECTED = {"hex": "eight hex digits", "integer": "an integer", "string": "a string"}
 EXAMPLES = {"hex": "05db9164", "integer": "7", "string": "red"}
 
@@ -275,9 +276,8 @@ def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple
     float32. ``mean`` and ``std`` are from the train split.
     """
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
-    limit = float(np.finfo(np.float32).max)
-    clamped = int(np.count_nonzero(np.abs(out) > limit))
-    return np.clip(out, -limit, limit).astype(np.float32), clamped
+    clamped = int(np.count_nonzero(np.abs(out) > FLOAT32_MAX))
+    return np.clip(out, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32), clamped
 
 
 def clip_of(entry: Mapping[str, Any]) -> Sequence[float] | None:

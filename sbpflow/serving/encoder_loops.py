@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sbpflow.runtime.compute.compiled import Array, compiled, prefetch
 from sbpflow.runtime.random.splitmix import GAMMA
-from sbpflow.serving.cells import clip_of
+from sbpflow.serving.cells import FLOAT32_MAX, clip_of
 from sbpflow.serving.columns import text_of
 from sbpflow.serving.dense_loops import compile_model
 from sbpflow.serving.encoder import Cells, Encoder, Finished
@@ -38,7 +38,6 @@ _TRANSFORMS = {"log3": LOG3, "log1": LOG1, "squared_log": SQUARED_LOG, "identity
 _KINDS = {"hex": HEX, "integer": INTEGER, "string": STRING}
 _TAB = 9
 _FACTOR, _MIX_1, _MIX_2 = U64(GAMMA), U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
-_LARGEST = float(np.finfo(np.float32).max)
 _NUMBERS, _TEXTS = frozenset((int, float, str, NoneType)), frozenset((str, NoneType))
 
 
@@ -91,7 +90,7 @@ def transform_numbers(
                     out = value
                 else:
                     even = (np.float64(value) - fitted[0, column]) / fitted[1, column]
-                    out = np.float32(min(max(even, -_LARGEST), _LARGEST))
+                    out = np.float32(min(max(even, -FLOAT32_MAX), FLOAT32_MAX))
             dense[row, place] = out
             if flags[column] >= 0:
                 dense[row, flags[column]] = np.float32(absent)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 from sbpflow.serving.bodies import BodyError, Scores, check_rows, read_json_body
+from sbpflow.serving.cells import FLOAT32_MAX
 from sbpflow.serving.columns import RowError, brief
 from sbpflow.serving.follower import ModelVersion
 
@@ -21,12 +22,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **{f"FP{bits}": (float, int) for bits in (16, 32, 64)},
     **{f"{sign}INT{bits}": (int,) for sign in ("", "U") for bits in (8, 16, 32, 64)},
 }
-_FLOAT32_MAX = 3.4028236e38  # the largest float32, rounded up to eight digits
+_MOST = float(f"{FLOAT32_MAX:.7e}")  # JSON has the largest float32 rounded up to eight digits
 _RANGES: dict[object, tuple[float, float]] = {
     **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
     "FP16": (-65504.0, 65504.0),
-    "FP32": (-_FLOAT32_MAX, _FLOAT32_MAX),
+    "FP32": (-_MOST, _MOST),
     "FP64": (-sys.float_info.max, sys.float_info.max),
 }
 _EXAMPLE = '{"name": "C1", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}'
