@@ -15,6 +15,7 @@ import pytest
 
 import sbpflow.__main__
 from tests.deadlines import Deadline, output_of
+from tests.torchrun import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
@@ -231,3 +232,24 @@ run_main(lambda: dispatch("prog", {{"show": show}}, ["show"]))
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_program_can_start_several_worlds_in_turn(tmp_path):
+    script = """
+        import torch
+        from sbpflow import Boxing, GlobalTensor, Layout, Placement, World
+
+        for number in range(3):
+            with World.start("cpu", timeout_s=60) as world:
+                line = Placement.line("cpu", world.size)
+                terms = GlobalTensor.from_local(
+                    torch.full((2,), float(number + 1)), Layout(line, "P"), (2,), Boxing(world)
+                )
+                total = terms.to("B").part.tolist()
+            if world.rank == 0:
+                print(f"world {number}: {total}", flush=True)
+    """
+    done = run_script(tmp_path, script, seconds=180)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("world ")]
+    sums = [f"world {number}: {[2.0 * (number + 1)] * 2}" for number in range(3)]
+    assert lines == sums, done.stderr[-2000:]

@@ -60,6 +60,7 @@ class Meeting:
     store: TimedStore | None
     by_hand: bool = False
     name: str = ""
+    start: int = 1  # number of the world that this process starts, as counted by ``await_ranks``
     posts: dict[int, Reason] = field(default_factory=dict[int, Reason])
     machines: dict[int, str] = field(default_factory=dict[int, str])
     _order: int = 0

@@ -38,7 +38,7 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
     _claim_rank(store, meeting.rank)
     text = json.dumps(dict(facts or {}), sort_keys=True)
     # A process may start several worlds in turn; each comparison needs its own keys.
-    number = store.add(f"starts/{meeting.rank}", 1)
+    number = meeting.start = store.add(f"starts/{meeting.rank}", 1)
     store.set(f"facts/{number}/{meeting.rank}", text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests = gather(store, f"here/{number}", meeting.rank, size, digest, timeout_s)

@@ -363,14 +363,15 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     torchrun's store still contains the rank addresses of earlier launches, which torch 2.13 would
     use (pytorch/pytorch#135712).
 
-    The returned store therefore uses a separate prefix for this launch. A store that rank 0 serves
-    listens only at MASTER_ADDR where possible, unlike one that torch creates.
+    The returned store therefore uses a separate prefix for this launch and for each world that its
+    processes start in turn. A store that rank 0 serves listens only at MASTER_ADDR where possible,
+    unlike one that torch creates.
     """
     if met is None or met.store is None:
         return None
     store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks ``clone``
     store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore("torch", store)
+    return dist.PrefixStore(f"torch/{met.start}", store)
 
 
 def _cut(raw: bytes, length: int) -> bytes:
