@@ -2,13 +2,17 @@
 once.
 """
 
+import os
 import signal
+import threading
+import time
 
 import pytest
 
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.runtime.processes import graceful_shutdown, launch
 from sbpflow.training.trainer import Trainer
+from tests.deadlines import Deadline
 from tests.training.test_resume import events, run
 
 ENDS = {signal.SIGTERM: launch.Terminated, signal.SIGINT: KeyboardInterrupt}
@@ -126,3 +130,16 @@ def test_signals_end_the_run_at_once_if_configured(synth_set, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         run(synth_set, tmp_path, "checkpoint.on_signal=end")
     assert saved(tmp_path) == ["step-4"]
+
+
+def test_a_run_without_a_signal_leaves_no_thread_and_no_file(watched):
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        shutdown = graceful_shutdown.watch_signals()
+        assert isinstance(shutdown, graceful_shutdown.GracefulShutdown)
+        shutdown.end()
+    deadline = Deadline(10)
+    while threading.active_count() > threads and not deadline.over():
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files

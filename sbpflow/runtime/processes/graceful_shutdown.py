@@ -33,19 +33,22 @@ class GracefulShutdown:
         self.signum = 0
         self._grace_s = grace_s
         self._first_s = 0.0
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        self._pass_on = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._pass_on = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {
             number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
         }
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def end(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers; after a signal, the grace period goes on."""
         signal.set_wakeup_fd(self._pass_on, warn_on_full_buffer=False)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if not self.signum and self._writer >= 0:
+            os.close(self._writer)  # ends the thread
+            self._writer = -1
 
     def leave(self, saved: str = "") -> None:
         """Raise the received signal again for the previous handler, with the message ``saved``."""
@@ -76,8 +79,11 @@ class GracefulShutdown:
         """
         ours = {int(number) for number in self._handlers}
         received = os.read(reader, 1)
-        while received[0] not in ours:
+        while received and received[0] not in ours:
             received = os.read(reader, 1)
+        if not received:
+            os.close(reader)
+            return
         first, first_s = received[0], time.monotonic()
         while (left_s := first_s + self._grace_s - time.monotonic()) > 0:
             if not select.select([reader], [], [], left_s)[0]:
