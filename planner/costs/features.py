@@ -125,7 +125,8 @@ def from_bins(
     """Compute statistics from the published bins of a batch of 65,536 samples.
 
     The bins omit rows that the batch did not touch, so larger batches are assumed to touch the same
-    rows.
+    rows. The number of rows follows from the lookups, because the share of a few frequent rows may
+    be rounded to 0.
     """
     if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
         raise ConfigError(
@@ -135,7 +136,7 @@ def from_bins(
     lookups = BIN_SAMPLES * ids_per_sample
     per_row = np.array([1.0, *(1.5 * 2.0 ** (j - 1) for j in range(1, NUM_BINS))])
     fractions = _fractions(bin_lookups)
-    rows = np.where(np.asarray(bin_rows) > 0, np.asarray(fractions) * lookups / per_row, 0.0)
+    rows = np.asarray(fractions) * lookups / per_row
     stats = from_histogram(rows.tolist(), fractions, ids_per_sample)
     return replace(stats, bin_rows=_fractions(bin_rows), bin_lookups=fractions)
 

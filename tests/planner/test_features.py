@@ -60,6 +60,14 @@ def test_bins_samples_and_ratios_agree(drawn, count):
     assert measured.touched(count) == pytest.approx(truth, rel=0.1)
 
 
+def test_lookups_of_rows_whose_share_is_rounded_to_0_count():
+    lookups = [0.2, *[0.0] * 15, 0.8]
+    rounded = from_bins([1.0, *[0.0] * 16], lookups, 1.0)
+    exact = from_bins([1.0, *[0.0] * 15, 1e-6], lookups, 1.0)
+    assert rounded.touched(10_000) == exact.touched(10_000)
+    assert rounded.touched(10_000) < 0.25 * 10_000
+
+
 def test_even_ids_touch_the_expected_number_of_rows():
     even = from_histogram([1000.0], [1.0], 1.0)
     assert even.touched(1000) == pytest.approx(1000 * (1 - np.exp(-1)), rel=0.02)
