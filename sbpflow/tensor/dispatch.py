@@ -201,3 +201,9 @@ def check_floating(op: str, x: GlobalTensor) -> None:
         raise SbpError(
             f"{op}: {x!r} does not have a floating dtype; use ops.cast(x, torch.float32)"
         )
+
+
+def check_numbers(op: str, x: GlobalTensor) -> None:
+    """Raise SbpError if ``x`` is bool, for which torch has no products."""
+    if x.dtype == torch.bool:
+        raise SbpError(f"{op}: {x!r} is not numeric; use ops.cast(x, torch.float32)")

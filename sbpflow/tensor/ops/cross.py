@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from sbpflow.errors import SbpError
 from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.autograd import Context
-from sbpflow.tensor.dispatch import apply, check_ndim, check_same_dtype, letters_for
+from sbpflow.tensor.dispatch import apply, check_ndim, check_numbers, check_same_dtype, letters_for
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
@@ -48,6 +48,7 @@ def cross_network(
     check_ndim("cross_network", "x", x, 2)
     weights = [weight for layer in layers for weight in layer]
     check_same_dtype("cross_network", [x, *weights])
+    check_numbers("cross_network", x)
     _check_layers(x, layers)
     if not layers:
         return x

@@ -25,6 +25,12 @@ def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTe
 
     ``S(i) -> S(i), B -> B``
     """
+    check_tensors("relu", x)
+    if x.dtype == torch.bool or x.dtype.is_complex:
+        raise SbpError(
+            f"relu: {x!r} does not have a real dtype; use a dtype such as torch.float32 "
+            "(ops.cast(x, torch.float32) for bool)"
+        )
     return nonlinear("relu", torch.relu, x, out=out, id=id)
 
 

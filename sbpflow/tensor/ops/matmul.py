@@ -13,6 +13,7 @@ from sbpflow.tensor.dispatch import (
     apply,
     check_list,
     check_ndim,
+    check_numbers,
     check_same_dtype,
     choose,
     letters_for,
@@ -48,6 +49,7 @@ def linear_of_parts(
         check_ndim("linear_of_parts", f"input {n}", x, 2)
     check_ndim("linear_of_parts", "weight", weight, 2)
     check_same_dtype("linear_of_parts", [*xs, weight, *(() if bias is None else (bias,))])
+    check_numbers("linear_of_parts", weight)
     widths = [x.shape[1] for x in xs]
     if sum(widths) != weight.shape[1]:
         raise SbpError(
@@ -99,6 +101,7 @@ def matmul(
     check_ndim("matmul", "the first operand", a, 1, at_least=True)
     check_ndim("matmul", "the second operand", b, 2)
     check_same_dtype("matmul", [a, b])
+    check_numbers("matmul", a)
     lead = letters_for(a.ndim - 1, "kn")
     signatures = "".join(f"{x},B->{x};" for x in lead) + "B,n->n; k,k->P; P,B->P; B,P->P"
     op_rule = make_rule("matmul", ((*lead, "k"), ("k", "n")), (*lead, "n"), signatures)
@@ -125,6 +128,7 @@ def linear(
     check_ndim("linear", "x", x, 1, at_least=True)
     check_ndim("linear", "weight", weight, 2)
     check_same_dtype("linear", [x, weight] if bias is None else [x, weight, bias])
+    check_numbers("linear", x)
     lead = letters_for(x.ndim - 1, "kn")
     splits = "".join(f"{a},B->{a};" for a in lead)
     plain = make_rule(
