@@ -244,9 +244,9 @@ def scored_rows(
     return pl.DataFrame(columns)
 
 
-def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """Raise ConfigError if ids in the set ``manifest`` may have a different meaning in the set
-    ``like``.
+def check_ids(manifest: Manifest, like: Manifest, key: str = "--input") -> None:
+    """Raise ConfigError if ids in the set ``manifest``, given as ``key``, may have a different
+    meaning in the set ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
     from the vocabulary of ``manifest``. Sets without vocabularies must have equal tables and dense
@@ -259,14 +259,21 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
             return
     elif digest in (like.vocabulary_digest, *(ancestor.digest for ancestor in like.ancestors)):
         return
+    advice = "use the raw rows as input, or encode them" if key == "--input" else "encode its rows"
     raise ConfigError(
-        f"--input: the ids in {manifest.path} are not from the model's vocabulary; use the raw "
-        f"rows as input, or encode them with `sbpflow encode --like {like.origin}`"
+        f"{key}: the ids in {manifest.path} are not from the model's vocabulary; {advice} with "
+        f"`sbpflow encode --like {like.origin}`"
     )
 
 
 def check_split(manifest: Manifest, split: str, name: object) -> None:
-    """Raise ConfigError if the split has no rows; ``name`` is the set's path in the message."""
+    """Raise ConfigError for an unknown split and for one without rows; ``name`` is the set's path
+    in the message.
+    """
+    if split not in SPLITS:
+        raise ConfigError(
+            f"--split: {split!r} is not a split of a prepared set; use {' or '.join(SPLITS)}"
+        )
     if not manifest.splits[split]:
         names = ", ".join(name for name, rows in manifest.splits.items() if rows)
         raise ConfigError(

@@ -233,10 +233,11 @@ def _labelled_set(
 
     path = data.path if scored is None else scored
     if path is None or (scored is None and isinstance(path, Path) and not path.is_dir()):
-        check_unscored(row_format, path)
+        check_unscored(row_format, split, path)
         return None
-    manifest = load_manifest(path, "data.path" if scored is None else "--score", data.cache)
-    check_ids(manifest, like)
+    key = "data.path" if scored is None else "--score"
+    manifest = load_manifest(path, key, data.cache)
+    check_ids(manifest, like, key)
     usual = scored is None and split is None and row_format == "as_trained"
     if usual and not manifest.splits["test"]:
         print(f"not scored: {manifest.origin} has no test rows")

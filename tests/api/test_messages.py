@@ -3,8 +3,10 @@
 import pytest
 
 import sbpflow
+from sbpflow.checkpoint.folder import DATA_FOLDER
+from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import ConfigError, DataError
-from tests.api.test_api import CONFIG, SCHEMA, rows
+from tests.api.test_api import CONFIG, SCHEMA, fit, rows
 
 
 def test_mistakes_are_explained_for_python(tmp_path):
@@ -22,3 +24,16 @@ def test_mistakes_are_explained_for_python(tmp_path):
     with pytest.raises(ConfigError) as caught:
         sbpflow.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")
+
+
+def test_an_export_does_not_ignore_its_split(tmp_path):
+    run = fit(tmp_path / "run")
+    with pytest.raises(ConfigError, match="split: test needs a labeled set to score"):
+        run.export(tmp_path / "new", split="test")
+    rows(50).to_parquet(tmp_path / "rows.parquet")
+    like = run.dir / "checkpoints" / DATA_FOLDER
+    scored = encode(
+        [tmp_path / "rows.parquet"], tmp_path / "set", like=like, workers=1, max_bad_fraction=0.0
+    )
+    with pytest.raises(ConfigError, match="split: 'tset' is not a split of a prepared set"):
+        run.export(tmp_path / "new", split="tset", score=scored.path)

@@ -186,8 +186,15 @@ def parse_rows(text: str) -> RowFormat:
     raise ConfigError(f"--rows must be {' or '.join(ROW_FORMATS)}, got {text!r}")
 
 
-def check_unscored(rows: RowFormat, path: Path | None) -> None:
-    """Raise ConfigError if ``rows`` loses precision, as ``path`` is not a set to measure it on."""
+def check_unscored(rows: RowFormat, split: str | None, path: Path | None) -> None:
+    """Raise ConfigError if a ``split`` is to be scored, or ``rows`` loses precision, as ``path`` is
+    not a set to measure it on.
+    """
+    if split is not None:
+        raise ConfigError(
+            f"--split: {split} needs a labeled set to score, but data.path is {path}, which does "
+            "not exist; use --score out/clicks, for example, or remove --split"
+        )
     if rows != "as_trained":
         raise ConfigError(
             f"--score: {rows} rows can reduce the AUC, which only a labeled set can show, got "
