@@ -39,6 +39,7 @@ def prepared_set(
                 key = "prepare" if schema is None else "schema"
                 raise ConfigError(f"{key}: {path} is already prepared; omit {key}")
             return path
+    _check_options(options, splits=isinstance(data, Mapping))
     words, split = ["prepare", "--output", str(folder / "set"), "--input"], list[str]()
     if isinstance(data, Mapping):
         parts = cast("Mapping[str, Frame]", data)
@@ -68,6 +69,23 @@ def prepared_set(
             refuse_guess(args.input, _NEEDS_SCHEMA)
         manifest: Manifest = args.run(args)
     return manifest.path
+
+
+def _check_options(options: Mapping[str, object], *, splits: bool) -> None:
+    """Raise ConfigError for an option that an argument replaces; ``splits`` is True if ``data``
+    gives each split its own rows.
+    """
+    for name in ("input", "output", "schema", "help"):
+        if name in options:
+            raise ConfigError(
+                f"prepare: {name} is not an option of fit, which prepares data with schema in a "
+                'temporary folder; use options such as {"min_count": 1}'
+            )
+    if splits and options.get("split") is not None:
+        raise ConfigError(
+            f"prepare: split has no effect, because data gives each split its own rows, got "
+            f"{options['split']!r}; remove split, or pass a single table as data"
+        )
 
 
 @contextmanager

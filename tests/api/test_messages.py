@@ -37,3 +37,19 @@ def test_an_export_does_not_ignore_its_split(tmp_path):
     )
     with pytest.raises(ConfigError, match="split: 'tset' is not a split of a prepared set"):
         run.export(tmp_path / "new", split="tset", score=scored.path)
+
+
+@pytest.mark.parametrize(
+    ("data", "prepare", "message"),
+    [
+        (rows(99), {"output": "x"}, "prepare: output is not an option"),
+        (rows(99), {"help": True}, "prepare: help is not an option"),
+        ({"train": rows(99)}, {"split": "ratio:.8,.1,.1"}, "prepare: split has no effect"),
+    ],
+    ids=["output", "help", "split"],
+)
+def test_fit_refuses_options_of_prepare_that_its_arguments_replace(
+    tmp_path, data, prepare, message
+):
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path / "run", data, prepare=prepare)
