@@ -88,3 +88,25 @@ def test_an_int_is_a_single_dim():
     assert ops.reduce_max(x, -1, keepdim=True).shape == (4, 1)
     assert ops.reduce_mean(x, 0).shape == (6,)
     assert ops.reshape(x, -1).shape == (24,)
+
+
+YES, COMPLEX = dry(5, 5, dtype=torch.bool), dry(5, 5, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        wrong("matmul: GlobalTensor(bool", lambda: ops.matmul(YES, YES)),
+        wrong("linear: GlobalTensor(bool", lambda: ops.linear(YES, YES)),
+        wrong("linear_of_parts: GlobalTensor(bool", lambda: ops.linear_of_parts([YES], YES)),
+        wrong(
+            "cross_network: GlobalTensor(bool",
+            lambda: ops.cross_network(YES, [(YES, dry(5, dtype=torch.bool))]),
+        ),
+        wrong("relu: GlobalTensor(bool", lambda: ops.relu(YES)),
+        wrong("relu: GlobalTensor(complex64", lambda: ops.relu(COMPLEX)),
+    ],
+)
+def test_ops_that_torch_lacks_for_a_dtype_are_refused(call, text):
+    with pytest.raises(SbpError, match=re.escape(text)):
+        call()
