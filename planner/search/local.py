@@ -172,7 +172,8 @@ class LocalSearch:
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:
             return self._drawn(range(self.problem.num_tables), count)
-        heavy = state.loads[:, :BYTES].max(axis=0)
+        # Rounding errors of removed tables can make loads of 0 slightly negative.
+        heavy = np.maximum(state.loads[:, :BYTES].max(axis=0), 0.0)
         if not heavy.any():
             return self._drawn(range(self.problem.num_tables), count)
         slowest = int(state.loads[:, self.random.choice(BYTES, p=heavy / heavy.sum())].argmax())

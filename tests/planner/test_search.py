@@ -105,6 +105,19 @@ def test_local_search_improves_a_bad_plan():
     assert price_of(problem, improved).ms < 0.5 * price_of(problem, start).ms
 
 
+def test_local_search_accepts_loads_of_zero_that_rounding_made_negative():
+    problem = make_problem(6, 2, seed=3, splits=False)
+    only_work = [
+        tuple(replace(each, kinds=each.kinds * [1, 0, 0, 0, 1]) for each in mine)
+        for mine in problem.options
+    ]
+    base, keys = np.tile([0.0, -1e-18, 0.0, 0.0, 0.0], (2, 1)), 0 * KEY_LOADS
+    problem = replace(problem, options=tuple(only_work), base=base, key_loads=keys)
+    start = tuple(Move(0, (0,)) for _ in range(6))
+    improved = LocalSearch(problem, Inserter(problem), seed=1).improve(start, 50)
+    assert price_of(problem, improved).ms < price_of(problem, start).ms
+
+
 def test_tables_with_uneven_columns_share_a_storage():
     """A split of 16 columns over 3 ranks has 6, 5 and 5; tables with different orders of ranks
     would need two storages.
