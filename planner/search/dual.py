@@ -370,6 +370,9 @@ _RANKS = "<ranks>"
 
 def _within_one(values: Floats) -> Floats:
     """Return the closest non-negative values with sum 1."""
+    # The result does not depend on a common offset. Without one, rounding would hide the sum of 1
+    # in values of 1e16 and more.
+    values = values - values.max()
     falling = np.sort(values)[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(values) + 1)
     return np.maximum(values - excess[np.flatnonzero(falling > excess)[-1]], 0.0)

@@ -216,6 +216,14 @@ def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
     assert planned.priced.ms < (ms + ms_without) / 2
 
 
+def test_a_plan_may_be_many_times_slower_than_the_bound():
+    problem = make_problem(6, 3, seed=8)
+    best = min(
+        price_of(problem, plan).ms for plan in all_plans(make_problem(6, 3, seed=8, splits=False))
+    )
+    assert 0 < bound(problem, 1e18).ms <= best * (1 + 1e-9)
+
+
 def test_branches_raise_the_bound():
     task = random_task(1, num_tables=26, world_size=8, held_out=True, batch_size=65536)
     problem = problem_of(TaskCost(described("h100-dgx"), task))
