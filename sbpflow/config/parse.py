@@ -367,6 +367,8 @@ def _kind_name(kind: Any) -> str:
         return _kind_name(args[0])
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_kind_name(arg) for arg in args)
     if origin is tuple and args[-1] is Ellipsis:
         return f"a list in which each entry is {_kind_name(args[0])}"
     if origin is tuple:

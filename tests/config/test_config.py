@@ -204,6 +204,10 @@ MISTAKES = {
         "[0, 1]",
     ],
     "parallel.tables.deep.C1={sbp: S(0), ranks: []}": ["deep.C1.ranks: []", "[0, 1]"],
+    "parallel.tables.deep.C1={sbp: S(0), ranks: 0}": [
+        "deep.C1.ranks: 0 (int) is not a list in which each entry is a whole number or a list",
+        "ranks: [0, 1]",
+    ],
     "parallel.tables.deep.C1={sbp: B, sizes: [1]}": ["deep.C1.sizes", "remove sizes"],
     "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [9]}": [
         "[9] has 1 sizes, but axis 0"
