@@ -208,6 +208,7 @@ def test_calls_cost_more_with_more_ranks_and_nothing_on_one():
 
 
 def test_profiles_of_different_backends_and_gpus_have_different_files(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB")
     cpu, first = default_path("cpu"), default_path("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")

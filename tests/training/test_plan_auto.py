@@ -365,6 +365,13 @@ def test_missing_calibrations_name_the_command(synth_set, tmp_path, monkeypatch)
         train.main(["--config", CONFIG, *words, "parallel.plan=auto"])
 
 
+def test_plans_for_gpus_need_the_calibration_of_a_gpu(synth_set, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["--config", CONFIG, "--world-size", "2", *SMALL, f"data.path={synth_set}"]
+    with pytest.raises(ConfigError, match=r"no usable GPU; use parallel\.device: cpu, or parallel"):
+        explain([*words, "parallel.plan=auto", "parallel.device=cuda"])
+
+
 def test_plan_and_scheme_exclude_each_other():
     with pytest.raises(ConfigError, match=r"one of them .for example, parallel\.scheme=null"):
         load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
