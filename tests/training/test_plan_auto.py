@@ -34,6 +34,7 @@ from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.stats import load_stats
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
+from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Link, Profile, default_path, load, write_profile
 from sbpflow.planner.costs.run_corrections import LEAST_STEPS
 from sbpflow.planner.for_run import plan_tables
@@ -327,6 +328,9 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     _, _, four = planned(synth_set, ("train.accumulate=4",))
     assert four.task.accumulate == 4
     assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
+    once = replace(four.task, accumulate=1)
+    sent = TaskCost(four.cost.profile, once).predict(four.plan).sent_bytes
+    assert [4 * each for each in sent] == pytest.approx(four.prediction.sent_bytes, abs=4)
     assert re.fullmatch(r"predicted .* ms.*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
     assert "not measured, because the first step" in four.against(math.nan)
 

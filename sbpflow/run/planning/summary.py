@@ -128,8 +128,8 @@ def what_helps(
 
 
 def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:
-    """Return the expected bytes of ids, rows, and row gradients that the busiest rank sends in a
-    step, by link.
+    """Return the expected bytes of ids, rows, and row gradients that the busiest rank sends in an
+    iteration, by link.
     """
     price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
     near = price.sent_bytes - price.network_bytes
@@ -141,7 +141,8 @@ def traffic_lines(expected: Mapping[str, int]) -> list[str]:
     texts = [f"{format_size(size)} {where}" for where, size in expected.items() if size]
     if not texts:
         return []
-    return [f"expected table traffic per step, from id frequencies: {' and '.join(texts)} per rank"]
+    text = " and ".join(texts)
+    return [f"expected table traffic per iteration, from id frequencies: {text} per rank"]
 
 
 def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:
