@@ -2,15 +2,20 @@
 
 import math
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from glob import escape
 
 import numpy as np
 import torch
 
+from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
 from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import Planned, make_plan
 from sbpflow.planner.task import Plan, Task
+from sbpflow.run.planning.storage import row_bytes
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = 60  # number of insertions; enough to test whether a changed task fits
@@ -101,15 +106,48 @@ def _on_more_ranks(task: Task, count: int) -> Task:
 
 
 def _cached(task: Task, share: float) -> tuple[str, Task]:
-    """Store all rows outside the device, and cache a share of the rows on the device."""
+    """Store all rows outside the device, except those of tables that cannot be cached, and cache a
+    share of the rows on the device.
+    """
     kind = "host" if task.device_type == "cuda" else "file"
     storage = RowStorage(kind=kind, share=share, key="parallel.storage.*")
+    kept = {table.name for table in task.tables if not _can_be_cached(task, table)}
     outputs = tuple(
-        replace(output, tables=tuple(replace(table, storage=storage) for table in output.tables))
+        replace(
+            output,
+            tables=tuple(
+                table if table.name in kept else replace(table, storage=storage)
+                for table in output.tables
+            ),
+        )
         for output in task.outputs
     )
-    text = f"parallel.storage: {{'*': {{kind: {kind}, cache: {share:.0%}}}}} (slower)"
-    return text, replace(task, outputs=outputs)
+    rules = [f"'*': {{kind: {kind}, cache: {share:.0%}}}"]
+    rules += [f"'{pattern}': {{kind: device}}" for pattern in _patterns(kept, task)]
+    return f"parallel.storage: {{{', '.join(rules)}}} (slower)", replace(task, outputs=outputs)
+
+
+def _can_be_cached(task: Task, table: TableConfig) -> bool:
+    """Return whether a run accepts a cache for this table."""
+    pinned = task.pinned.get(table.name)
+    if pinned is not None and pinned.shape.copied and task.world_size > 1:
+        return False
+    row = row_bytes(table.dim, task.optimizer_of(table), task.row_dtype, task.dtype)
+    return row > RECORD_BYTES
+
+
+def _patterns(names: set[str], task: Task) -> list[str]:
+    """Return patterns that match exactly these tables: one for all tables of an output if possible
+    (such as ``wide.*``), and otherwise the names.
+    """
+    others = [table.name for table in task.tables if table.name not in names]
+    patterns: dict[str, None] = {}
+    for name in sorted(names):
+        output, dot, _ = name.partition(".")
+        together = f"{escape(output)}.*"
+        apart = not dot or any(fnmatchcase(other, together) for other in others)
+        patterns[escape(name) if apart else together] = None
+    return list(patterns)
 
 
 def _fits(cost: TaskCost, task: Task) -> bool:

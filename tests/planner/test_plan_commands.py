@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -329,6 +330,19 @@ def test_unknown_planners_and_impossible_tasks_are_refused(tmp_path):
         plan([*words, "--output", str(output), "--report", str(report)])
     assert output.read_text() == "a plan that fits"
     assert "size" in report.read_text()
+
+
+def test_a_suggested_cache_leaves_out_tables_that_a_run_cannot_cache(tmp_path):
+    path = tmp_path / "tables.json"
+    shapes = {"deep.C1": (200_000, 64), "wide.C1": (50, 1), "wide.C2": (50, 1), "deep.C2": (50, 1)}
+    tables = [
+        {"name": name, "rows": rows, "dim": dim, "zipf": {"s": 1.05}}
+        for name, (rows, dim) in shapes.items()
+    ]
+    path.write_text(json.dumps({"batch_size": 512, "device_gb": 0.02, "tables": tables}))
+    rules = "'*': {kind: host, cache: 50%}, 'deep.C2': {kind: device}, 'wide.*': {kind: device}"
+    with pytest.raises(PlanError, match=rf"parallel\.storage: {{{re.escape(rules)}}}"):
+        plan(["--tables", str(path), "--profile", "h100-dgx", "--planner", "size"])
 
 
 @pytest.mark.parametrize("seed", ["-1", "1.5", "99999999999999999999"])
