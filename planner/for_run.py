@@ -23,7 +23,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.data.stats import FieldStats
 from sbpflow.embedding.plan.tables import TableConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, PlanError
 from sbpflow.planner.calibration.command import save_on_all_hosts
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
@@ -230,7 +230,11 @@ def plan_tables(
     cost = TaskCost(profile, task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):
-        plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
+        try:
+            plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
+        except PlanError as error:
+            note = f"the limit of a rank is {USABLE:.0%} of its memory"
+            raise PlanError(f"{error}; {note}") from error
     return PlannedRun(
         task=task,
         cost=cost,

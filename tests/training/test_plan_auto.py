@@ -32,7 +32,7 @@ from sbpflow.config.table_rules import TableRule
 from sbpflow.config.topology_file import read_topology
 from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.stats import load_stats
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, PlanError
 from sbpflow.models.registry import MODELS
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Link, Profile, default_path, load, write_profile
@@ -219,6 +219,17 @@ def test_a_run_plans_for_the_speeds_of_the_topology_file(synth_set, tmp_path):
     assert held[0] < held[1]
     blind = slow.cost.predict(equal.plan).step_ms
     assert slow.prediction.step_ms < 0.8 * blind
+
+
+def test_a_run_without_a_plan_that_fits_names_the_usable_part_of_the_memory(synth_set, monkeypatch):
+    def refuse(*_args, **_words):
+        raise PlanError("no plan found fits in 85.00 kB per rank")
+
+    monkeypatch.setattr("sbpflow.planner.for_run.choose", refuse)
+    with pytest.raises(
+        PlanError, match=r"85.00 kB per rank; the limit of a rank is 85% of its mem"
+    ):
+        planned(synth_set, ("run.seed=123",))
 
 
 def test_a_run_on_described_hosts_saves_them_and_predicts_without_the_file(synth_set, tmp_path):
