@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from sbpflow.config.load import read_yaml
-from sbpflow.config.parse import build
+from sbpflow.config.parse import brief, build
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Example
 from sbpflow.runtime.fields.ranges import Range
@@ -60,6 +60,11 @@ class _Description:
     def topology(self) -> Topology:
         size, each, hosts = self.size, self.ranks_per_host or 1, self.hosts
         memory = _by_rank(self.memory_gb, size)
+        if memory is not None and len(memory) != size:
+            raise ConfigError(
+                f"memory_gb must be one number, or a list with a number for each of the {size} "
+                f"ranks (for example, {[64] * min(size, 4)}), got {brief(list(memory))}"
+            )
         if isinstance(hosts, int):
             hosts = tuple(tuple(range(n, n + each)) for n in range(0, size, each))
         return Topology(

@@ -345,7 +345,10 @@ def test_a_file_describes_other_machines(tmp_path):
         ("{hosts: 1000000000000, ranks_per_host: 9}", "describes 9000000000000 ranks, but this"),
         ("hosts: [[0, 1, 2]]", "describes 3 ranks, but this run has 4; describe 4 ranks, or"),
         ("hosts: [[0, 1], [1, 2]]", "must be on exactly one host"),
-        ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory must .* for each of the 4 ranks"),
+        (
+            "{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}",
+            r"memory_gb must .* for each of the 4 ranks .*, got \[1.0, 2.0\]",
+        ),
         ("{hosts: [[0, 1, 2, 3]], memory_gb: 1e300}", "memory_gb must be > 0 and <= 1e\\+06"),
         ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 0, 1, 1]}", "memory_gb.* must be > 0 and"),
         ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed must have a number from 0.001 to 1000"),
