@@ -164,15 +164,20 @@ def _cost(args: Namespace) -> TaskCost:
 
 
 def _check_files(args: Namespace) -> None:
-    """Raise ConfigError for an output in a missing folder, or one that would replace another file
-    of the command.
+    """Raise ConfigError for an output that is a folder, is in a missing folder, or would replace
+    another file of the command.
     """
+    examples = {"output": "plan.yaml", "report": "report.txt"}
     read = {key: getattr(args, key, None) for key in ("tables", "plan", "profile")}
     given = {Path(path).resolve(): key for key, path in read.items() if path is not None}
-    for key in ("output", "report"):
+    for key, example in examples.items():
         path: Path | None = getattr(args, key, None)
         if path is None:
             continue
+        if path.is_dir():
+            raise ConfigError(
+                f"--{key}: {path} is a folder; use a file, such as --{key} {path / example}"
+            )
         if not path.parent.is_dir():
             raise ConfigError(
                 f"--{key} {path}: the folder {path.parent} does not exist; create it first"

@@ -169,6 +169,7 @@ def test_names_in_any_script_are_reported(tmp_path):
             ["--output", "nowhere/plan.yaml"],
             "--output nowhere/plan.yaml: the folder nowhere does not exist",
         ),
+        (["--output", "."], r"--output: \. is a folder; use a file, such as --output plan.yaml"),
         (["--planner", "best"], "--planner must be one of auto, random"),
     ],
 )
