@@ -86,16 +86,17 @@ class ScoreBlocks:
         write_record(self.mark, plan)
 
     def _remove(self) -> None:
-        """Remove the folder. Raises ConfigError if it contains files that are not of a
-        prediction.
+        """Remove the files in the folder, which may be a link. Raises ConfigError for files that
+        are not of a prediction.
         """
         names = sorted(path.name for path in self._folder.iterdir())
-        if others := [name for name in names if not _OWN.fullmatch(name)]:
+        if others := [name for name in names if name[0] != "." and not _OWN.fullmatch(name)]:
             raise ConfigError(
                 f"--output {self._folder}: --overwrite would delete {others[0]}, which is not a "
                 "file of a prediction; move it, or use a new folder"
             )
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder.resolve())
+        self._folder.resolve().mkdir()
 
     def is_encoded(self) -> bool:
         """Return whether an earlier launch encoded all rows.

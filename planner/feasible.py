@@ -24,19 +24,20 @@ MOST_LISTED = 8  # If more ranks have too little memory, one limit for all ranks
 CACHES = (0.5, 0.25, 0.1)  # fractions of the rows to keep on the device
 
 
-def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
+def choose(cost: TaskCost, *, seed: int = 0, note: str = "") -> Plan:
     """Return the cheapest plan that the search finds; the result depends only on the arguments.
 
-    Raises PlanError if no plan fits; the message names the rank with the largest excess, and the
-    smallest changes that would help.
+    Raises PlanError if no plan fits; the message names the rank with the largest excess, the
+    smallest changes that would help, and ``note`` on the limits.
     """
-    return checked(make_plan("auto", cost, seed=seed), cost).plan
+    return checked(make_plan("auto", cost, seed=seed), cost, note).plan
 
 
-def checked(planned: Planned, cost: TaskCost) -> Planned:
-    """Return the plan; raise PlanError if it does not fit."""
+def checked(planned: Planned, cost: TaskCost, note: str = "") -> Planned:
+    """Return the plan; raise PlanError, with ``note`` at the end, if it does not fit."""
     if not planned.priced.feasible:
-        raise PlanError(infeasible_text(planned, cost))
+        text = infeasible_text(planned, cost)
+        raise PlanError(f"{text}; {note}" if note else text)
     return planned
 
 

@@ -23,7 +23,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.data.stats import FieldStats
 from sbpflow.embedding.plan.tables import TableConfig
-from sbpflow.errors import ConfigError, PlanError
+from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.command import save_on_all_hosts
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
@@ -213,8 +213,16 @@ def plan_tables(
     Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
     start = time.perf_counter()
-    path = None if profile else default_path(device_type)
-    profile = profile or load(default_path(device_type))
+    path = None
+    if profile is None:
+        if device_type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "parallel.plan: auto uses the calibration of this machine's GPUs, but "
+                "parallel.device is cuda, and this machine has no usable GPU; use "
+                "parallel.device: cpu, or parallel.scheme: auto, which needs no calibration"
+            )
+        path = default_path(device_type)
+        profile = load(path)
     # Early rows may be possible with the planned layouts even if they are not with the draft's.
     ahead = replace(config.train, early_rows="auto", late_gradients="auto")
     _, draft = plan_run(
@@ -230,11 +238,8 @@ def plan_tables(
     cost = TaskCost(profile, task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):
-        try:
-            plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
-        except PlanError as error:
-            note = f"the limit of a rank is {USABLE:.0%} of its memory"
-            raise PlanError(f"{error}; {note}") from error
+        note = f"the limit of a rank is {USABLE:.0%} of its memory"
+        plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed, note=note))
     return PlannedRun(
         task=task,
         cost=cost,

@@ -22,12 +22,13 @@ class _Streams(io.RawIOBase):
 
     ``BZ2File`` and ``LZMAFile`` end without an error at a stream whose header is damaged, so the
     rows of this and all later streams would be lost. Here, only zeros may follow the last stream.
+    ``limit`` is the maximum number of bytes to decompress at a time, which zstd does not have.
     """
 
     def __init__(
-        self, compressed: IO[bytes], new: Callable[[], Any], error: type[Exception]
+        self, compressed: IO[bytes], new: Callable[[], Any], error: type[Exception], *limit: int
     ) -> None:
-        self._compressed, self._new, self._error = compressed, new, error
+        self._compressed, self._new, self._error, self._limit = compressed, new, error, limit
         self._stream = new()
         self._has_begun, self._waiting = False, memoryview(b"")
 
@@ -52,22 +53,24 @@ class _Streams(io.RawIOBase):
                     return False
                 compressed = compressed.lstrip(b"\0")
             self._stream = self._new()
+        elif not getattr(self._stream, "needs_input", True):
+            compressed = b""  # there is more output of the bytes read last
         else:
             compressed = self._compressed.read(_READ_BYTES)
             if not compressed:
                 raise EOFError("ends inside a stream" if self._has_begun else "empty file")
         self._has_begun = True
         try:
-            self._waiting = memoryview(self._stream.decompress(compressed))
+            self._waiting = memoryview(self._stream.decompress(compressed, *self._limit))
         except self._error as error:
             raise zlib.error(str(error)) from error
         return True
 
 
 def _streams(
-    compressed: IO[bytes], new: Callable[[], Any], error: type[Exception]
+    compressed: IO[bytes], new: Callable[[], Any], error: type[Exception], *limit: int
 ) -> io.BufferedReader:
-    return io.BufferedReader(_Streams(compressed, new, error), _READ_BYTES)
+    return io.BufferedReader(_Streams(compressed, new, error, *limit), _READ_BYTES)
 
 
 def _zstd(compressed: IO[bytes]) -> io.BufferedReader:
@@ -85,8 +88,8 @@ def _zstd(compressed: IO[bytes]) -> io.BufferedReader:
 
 DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".bz2": lambda raw: _streams(raw, bz2.BZ2Decompressor, OSError),
-    ".xz": lambda raw: _streams(raw, lzma.LZMADecompressor, lzma.LZMAError),
+    ".bz2": lambda raw: _streams(raw, bz2.BZ2Decompressor, OSError, _READ_BYTES),
+    ".xz": lambda raw: _streams(raw, lzma.LZMADecompressor, lzma.LZMAError, _READ_BYTES),
     ".zst": _zstd,
 }
 """The function that opens a stream of decompressed bytes, by file name suffix"""

@@ -85,10 +85,11 @@ def prepare(options: PrepareOptions) -> Manifest:
 
 def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
     plan = _plan(options, inputs, like)
+    work = work_folder(options.output)
     if _was_published(options, plan):
-        return _publish(work_folder(options.output), options)
-    replaced = work_folder(options.output) / _REPLACED
-    if replaced.exists() and not options.output.exists():
+        return _publish(work, options)
+    replaced = work / _REPLACED
+    if (work / _PUBLISHING).exists() and replaced.exists() and not options.output.exists():
         # An earlier run was killed between the two renames of ``_publish``.
         os.replace(replaced, options.output)
     _check_output(options, inputs)
@@ -207,7 +208,7 @@ def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
                 "folder, or use a new folder for the set"
             )
     files = sorted(path for path in output.rglob("*") if not path.is_dir())
-    names = [path.relative_to(output).as_posix() for path in files]
+    names = [path.relative_to(output).as_posix() for path in files if path.name[0] != "."]
     if others := [name for name in names if not SET_FILE.fullmatch(name)]:
         raise ConfigError(
             f"--output {output}: --overwrite would delete {others[0]}, which is not a file of the "

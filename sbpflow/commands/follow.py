@@ -8,13 +8,14 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import config_of_run, own_classes
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.file_lock import HeldError, hold, sign
 from sbpflow.runtime.files.remote_path import RemotePath
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER
 
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
     from sbpflow.run.export.chain import WriteBase
     from sbpflow.runtime.files.remote_path import AnyPath
 
-LOG_FILE = "export.log"
+LOG_FILE, LOCK_FILE = "export.log", ".export.lock"
 _LOG = logging.getLogger(__name__)
-_BUNDLES = re.compile(r"step-\d+(\.old)?/.*")
 _LOOK_S = 1.0
 # The exporting process is not a rank, so it must not inherit the launcher's variables.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -53,7 +53,7 @@ def follow(args: Namespace) -> int:
 
     parse_rows(args.rows)
     inside = args.follow / CHECKPOINTS_FOLDER
-    _check_output("--output", args.output, (checkpoint_folder(args.follow), inside))
+    check_output("--output", args.output, (checkpoint_folder(args.follow), inside))
     with exports_in(args.output) as (output, publish), _only_export(args):
         _follow(args, output, publish, write_base)
     return 0
@@ -64,21 +64,27 @@ def _only_export(args: Namespace) -> Generator[None]:
     """Lock a local output, because exports remove the bundles and unfinished files of others. The
     exporter of a run waits for another one, which may belong to a killed start of the run.
     """
-    from sbpflow.data.prepare.workspace import only_run
-
+    if isinstance(args.output, RemotePath):
+        yield
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
     is_first = True
-    with ExitStack() as opened:
-        while isinstance(args.output, Path):
-            try:
-                opened.enter_context(only_run(args.output.resolve()))
-                break
-            except ConfigError as error:
-                if args.parent is None or os.getppid() != args.parent or _is_over(args.follow):
-                    raise
-                if is_first:
-                    print(f"waiting: {error}", flush=True)
-                is_first = False
-            time.sleep(_LOOK_S)
+    while True:
+        try:
+            file = hold(args.output / LOCK_FILE)
+            break
+        except HeldError as error:
+            text = f"--output: another export{error} is writing {args.output}"
+            if args.parent is None or os.getppid() != args.parent or _is_over(args.follow):
+                raise ConfigError(
+                    f"{text}; wait until it ends, or use another folder, such as {args.output}-2"
+                ) from None
+            if is_first:
+                print(f"waiting: {text}", flush=True)
+            is_first = False
+        time.sleep(_LOOK_S)
+    with file:
+        sign(file)
         yield
 
 
@@ -124,9 +130,11 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     if not isinstance(output, RemotePath):
         yield output, lambda: None
         return
+    from sbpflow.run.export.bundle import FILES
     from sbpflow.runtime.files.upload import upload
-    from sbpflow.serving.deltas import BUNDLE_FILE, DELTA_FILE
+    from sbpflow.serving.deltas import BUNDLE_FILE, DELTA_FILE, DELTAS_FOLDER
 
+    owned = re.compile(rf"step-\d+(\.old)?/({FILES.pattern}|{DELTAS_FOLDER}/.+)")
     done: dict[str, tuple[int, int]] = {}
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder, last = Path(name), (BUNDLE_FILE, DELTA_FILE)
@@ -135,7 +143,7 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
             stamps = _stamps(folder)
             # A rewritten bundle has the names, and often the sizes, of the files that it replaces.
             unchanged = [name for name, stamp in stamps.items() if done.get(name) == stamp]
-            upload(folder, output, owned=_BUNDLES, last=last, done=unchanged)
+            upload(folder, output, owned=owned, last=last, done=unchanged)
             done.clear()
             done.update(stamps)
 
@@ -151,16 +159,20 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check_output(key: str, folder: "AnyPath", checkpoints: "Sequence[AnyPath]") -> None:
-    """Raise ConfigError if ``folder`` is one of the folders ``checkpoints``, or itself a bundle:
-    exports would replace checkpoints, or servers would load only that bundle.
+def check_output(key: str, folder: "AnyPath", checkpoints: "Sequence[AnyPath]") -> None:
+    """Raise ConfigError if ``folder`` is one of the folders ``checkpoints``, contains checkpoints,
+    or is itself a bundle: exports would replace checkpoints, or servers would load only that
+    bundle.
     """
+    from sbpflow.checkpoint.folder import list_checkpoints
+    from sbpflow.checkpoint.format import INDEX_FILE
     from sbpflow.serving.deltas import BUNDLE_FILE
 
-    if folder.resolve() in [path.resolve() for path in checkpoints]:
+    is_own = folder.resolve() in [path.resolve() for path in checkpoints]
+    if is_own or any((path / INDEX_FILE).is_file() for path in list_checkpoints(folder)):
         raise ConfigError(
-            f"{key}: {folder} is the folder of the run's checkpoints, which the step-N exports "
-            f"would replace; use another folder, such as {folder}-live"
+            f"{key}: {folder} is a folder of checkpoints, which the step-N exports would replace; "
+            f"use another folder, such as {folder}-live"
         )
     if (folder / BUNDLE_FILE).is_file():
         raise ConfigError(
@@ -175,7 +187,6 @@ def exporting(config: "Config", checkpoints: "AnyPath", rank: int) -> Generator[
     if config.export is None or rank:
         yield
         return
-    _check_output("export.dir", config.export.dir, (checkpoints,))
     log = config.run.dir / LOG_FILE
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER)}
     with log.open("ab") as sink:

@@ -99,6 +99,7 @@ def train_config(
     """
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.checkpoint.read import open_checkpoint
+    from sbpflow.commands.follow import check_output
     from sbpflow.config.checks import check_rows, data_path
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.data.format.metadata import check_metadata_folder
@@ -143,6 +144,8 @@ def train_config(
             opened.callback(lock.close)
         copied = resume.checkpoint_dir(config) / DATA_FOLDER
         on_rank_0(boxing, lambda: check_metadata_folder("checkpoint.dir", copied))
+        if (export := config.export) is not None:
+            on_rank_0(boxing, lambda: check_output("export.dir", export.dir, (copied.parent,)))
         data = facts_of(manifest)
         decision = resume.decide(config, data, boxing)
         # Opening the loaders of a set at a URL downloads its files.

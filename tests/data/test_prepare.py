@@ -290,6 +290,7 @@ def test_an_existing_output_is_not_replaced(tmp_path, source):
     run_prepare(tmp_path / "set", source)
     with pytest.raises(ConfigError, match="--overwrite"):
         run_prepare(tmp_path / "set", source)
+    (tmp_path / "set" / ".DS_Store").touch()  # hidden files, of file managers, do not matter
     again = run_prepare(tmp_path / "set", source, overwrite=True, min_count=3)
     assert again.content["min_count"] == 3
     inside = tmp_path / "set" / "day_2.tsv"
@@ -325,6 +326,10 @@ def test_a_set_is_not_lost_by_a_kill_while_it_is_replaced(tmp_path, source, monk
     again = run_prepare(tmp_path / "set", source, overwrite=True, min_count=3)
     assert again.content["min_count"] == 3
     assert not (tmp_path / "set.work").exists()
+    (tmp_path / "mine.work" / "replaced").mkdir(parents=True)  # of the user
+    with pytest.raises(ConfigError, match="was not created by this program"):
+        run_prepare(tmp_path / "mine", source)
+    assert (tmp_path / "mine.work" / "replaced").is_dir()
 
 
 def test_a_link_as_the_output_stays_a_link(tmp_path, source):

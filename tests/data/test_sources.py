@@ -6,7 +6,9 @@ import ast
 import bz2
 import gzip
 import importlib.util
+import io
 import lzma
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -17,6 +19,7 @@ import zstandard
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare.decompress import decompressed
 from sbpflow.data.prepare.remote import RemotePath, input_path
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import run_prepare, text_rows, write_rows
@@ -103,6 +106,19 @@ def test_zeros_may_follow_compressed_text(tmp_path, plain, suffix):
     path.write_bytes(COMPRESS[suffix](TEXT) + bytes(512))
     run_prepare(tmp_path / "set", path)
     assert same_words(tmp_path / "set", plain)
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz"])
+def test_repetitive_text_is_decompressed_in_small_parts(suffix):
+    text = bytes(32 << 20)
+    stream = decompressed(io.BytesIO(COMPRESS[suffix](text)), suffix)
+    tracemalloc.start()
+    try:
+        while stream.read(1 << 20):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

@@ -131,8 +131,13 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
     with pytest.raises(ConfigError, match=r"would delete notes\.md, which is not a file of a pred"):
         predict([*command, "--overwrite"])
     assert (tmp_path / "scores" / INDEX).is_file()
-    notes.unlink()
-    assert predict([*command, "--overwrite"]) == 0
+    notes.rename(tmp_path / "scores" / ".hidden")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "scores")
+    linked = words(run, folder / "set", link, *BLOCK)
+    assert predict([*linked, "--overwrite"]) == 0
+    assert link.is_symlink()
+    assert (link / INDEX).is_file()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     for more in ((), ("--overwrite",)):

@@ -16,12 +16,12 @@ import torch
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
 from sbpflow.commands.export import export, export_model, export_to
-from sbpflow.commands.follow import exports_in
-from sbpflow.data.prepare.workspace import only_run
+from sbpflow.commands.follow import LOCK_FILE, exports_in
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.export.chain import export_next
 from sbpflow.run.saved.saved_model import saved_config
+from sbpflow.runtime.files.file_lock import hold, sign
 from sbpflow.runtime.files.remote_path import RemotePath
 from sbpflow.serving.deltas import bundles_in, delta_folder, digest_of, newest_bundle, read_delta
 from sbpflow.serving.scorer import Tensors, load
@@ -208,7 +208,7 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
     words = ["--follow", str(run.parent), "--output", str(out), "--deltas", "5"]
     assert export(words) == 0
     assert "step-20 has the weights of step 20" in capsys.readouterr().out
-    assert [path.name for path in out.iterdir()] == ["step-20"]
+    assert bundles_in(out) == [out / "step-20"]
     assert export(words) == 0
     assert capsys.readouterr().out == ""
     for wrong, text in (
@@ -231,17 +231,18 @@ def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch
     """The second one would remove the bundle of the first one, even while it is written."""
     out, opened = tmp_path / "out", ExitStack()
     words = ["--follow", str(run), "--output", str(out), "--deltas", "5"]
-    opened.enter_context(only_run(out))
-    with pytest.raises(ConfigError, match=r"another run \(process .*\) is writing .*/out; wait"):
+    out.mkdir()
+    sign(opened.enter_context(hold(out / LOCK_FILE)))
+    with pytest.raises(ConfigError, match=r"another export \(process .*\) is writing .*/out; wait"):
         export(words)
-    assert not out.exists()
+    assert [path.name for path in out.iterdir()] == [LOCK_FILE]
     # The exporter of a run waits, for example for the exporter of a killed start.
     monkeypatch.setattr(time, "sleep", lambda seconds: opened.close())
     state = iter([False, True])
     monkeypatch.setattr("sbpflow.commands.follow._is_over", lambda run: next(state))
     assert export([*words, "--parent", str(os.getppid())]) == 0
-    assert "waiting: --output: another run" in capsys.readouterr().out
-    assert [path.name for path in out.iterdir()] == ["step-20"]
+    assert "waiting: --output: another export" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == [LOCK_FILE, "step-20"]
 
 
 def test_follow_prints_that_it_waits_for_a_folder(tmp_path, monkeypatch, capsys):
@@ -265,22 +266,22 @@ def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
 
     monkeypatch.setattr(RemotePath, "upload", upload)
     url = RemotePath("memory://rewritten-bundles")
-    kept = ("mine/step-1/model.json", "step-1-notes", "notes")
+    kept = ("mine/step-1/model.json", "step-1-notes", "notes", "step-9/rank-0.a1.bin")
     for name in (*kept, "step-1/model.json", "step-1.old/deltas/000001/delta.json"):
         (url / name).write_bytes(b"earlier")
     with exports_in(url) as (folder, publish):
         for number, content in enumerate((b"old", b"new"), 1):
             shutil.rmtree(folder / "step-2", ignore_errors=True)
             (folder / "step-2").mkdir()
-            for name in ("model.json", "values"):
+            for name in ("model.json", "sample.json"):
                 (folder / "step-2" / name).write_bytes(content)
                 os.utime(folder / "step-2" / name, (number, number))
             publish()
             publish()
             assert (url / "step-2/model.json").read_bytes() == content
-            assert (url / "step-2/values").read_bytes() == content
-            assert uploaded == ["values", "model.json"] * number
-            assert set(url.sizes()) == {*kept, "step-2/model.json", "step-2/values"}
+            assert (url / "step-2/sample.json").read_bytes() == content
+            assert uploaded == ["sample.json", "model.json"] * number
+            assert set(url.sizes()) == {*kept, "step-2/model.json", "step-2/sample.json"}
     url.remove_tree()
 
 
@@ -299,11 +300,16 @@ def test_exports_do_not_replace_checkpoints(run, synth_set, tmp_path):  # noqa: 
     folder = tmp_path / "run/checkpoints"
     shutil.copytree(run, folder)
     for given in (folder.parent, folder):
-        with pytest.raises(ConfigError, match=rf"--output: {folder} .* run's checkpoints"):
+        with pytest.raises(ConfigError, match=rf"--output: {folder} is a folder of checkpoints"):
             export(["--follow", str(given), "--output", str(folder)])
+    other = RemotePath("memory://other-run")
+    for name in ("run.json", "step-6/index.json", "step-6/rank-0.a1.bin"):
+        (other / name).write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=rf"--output: {other} is a folder of checkpoints"):
+        export(["--follow", str(run), "--output", str(other)])
     options = words(synth_set, tmp_path / "new", *OPTIONS, f"export={{dir: {tmp_path}/new/x}}")
     options += [f"checkpoint.dir={tmp_path}/new/x"]
-    with pytest.raises(ConfigError, match=r"export\.dir: \S+/new/x is .* run's checkpoints"):
+    with pytest.raises(ConfigError, match=r"export\.dir: \S+/new/x is a folder of checkpoints"):
         train.main(["--config", CONFIG, *options])
 
     def write_base(checkpoint, target):

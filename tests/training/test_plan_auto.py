@@ -221,15 +221,13 @@ def test_a_run_plans_for_the_speeds_of_the_topology_file(synth_set, tmp_path):
     assert slow.prediction.step_ms < 0.8 * blind
 
 
-def test_a_run_without_a_plan_that_fits_names_the_usable_part_of_the_memory(synth_set, monkeypatch):
-    def refuse(*_args, **_words):
-        raise PlanError("no plan found fits in 85.00 kB per rank")
-
-    monkeypatch.setattr("sbpflow.planner.for_run.choose", refuse)
+def test_a_run_without_a_plan_that_fits_names_the_usable_part_of_the_memory(synth_set, tmp_path):
+    file = tmp_path / "topology.yaml"
+    file.write_text("{hosts: [[0, 1]], memory_gb: 1.0e-4}")
     with pytest.raises(
-        PlanError, match=r"85.00 kB per rank; the limit of a rank is 85% of its mem"
+        PlanError, match=r"fits in 85\.00 kB per rank: .* limit of a rank is 85% of"
     ):
-        planned(synth_set, ("run.seed=123",))
+        planned(synth_set, (f"parallel.topology={file}",))
 
 
 def test_a_run_on_described_hosts_saves_them_and_predicts_without_the_file(synth_set, tmp_path):

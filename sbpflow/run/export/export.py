@@ -192,8 +192,8 @@ def check_unscored(rows: RowFormat, split: str | None, path: Path | None) -> Non
     """
     if split is not None:
         raise ConfigError(
-            f"--split: {split} needs a labeled set to score, but data.path is {path}, which does "
-            "not exist; use --score out/clicks, for example, or remove --split"
+            f"--split: {split} needs a labeled set to score, but the run's set ({path}) does not "
+            "exist; use --score out/clicks, for example, or remove --split"
         )
     if rows != "as_trained":
         raise ConfigError(

@@ -14,9 +14,11 @@ _UPLOADS = 8
 
 
 def check_own_files(option: str, target: RemotePath, owned: re.Pattern[str]) -> None:
-    """Raise ConfigError if ``target`` contains a file that does not match ``owned``."""
+    """Raise ConfigError if ``target`` contains a file that is not hidden and does not match
+    ``owned``.
+    """
     for name in target.sizes():
-        if not owned.fullmatch(name):
+        if not name.startswith(".") and not owned.fullmatch(name):
             raise ConfigError(
                 f"{option} {target} already contains other files, such as {name}; use a new "
                 f"folder, such as {target / 'new'}"
