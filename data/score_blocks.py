@@ -19,6 +19,7 @@ from sbpflow.data.format.npy import file_crc32
 from sbpflow.data.predictions import Scoring, scored_rows
 from sbpflow.data.prepare.workspace import partial_of, read_record, require_record, write_record
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.own_files import other_file
 
 INDEX = "scores.json"
 _MARK, _ENCODED = "unfinished.json", "rows.json"
@@ -89,10 +90,9 @@ class ScoreBlocks:
         """Remove the files in the folder, which may be a link. Raises ConfigError for files that
         are not of a prediction.
         """
-        names = sorted(path.name for path in self._folder.iterdir())
-        if others := [name for name in names if name[0] != "." and not _OWN.fullmatch(name)]:
+        if other := other_file((path.name for path in self._folder.iterdir()), _OWN):
             raise ConfigError(
-                f"--output {self._folder}: --overwrite would delete {others[0]}, which is not a "
+                f"--output {self._folder}: --overwrite would delete {other}, which is not a "
                 "file of a prediction; move it, or use a new folder"
             )
         shutil.rmtree(self._folder.resolve())

@@ -1,12 +1,16 @@
 """Copy a set's manifest and vocabularies, which a run needs to encode new rows."""
 
+import re
 import shutil
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest
 from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
 from sbpflow.data.format.vocabulary import fetch_vocabularies, vocabulary_files
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.own_files import other_file
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
+
+_COPIED = re.compile(f"{re.escape(MANIFEST)}|{VOCABULARY_FOLDER}")
 
 
 def check_metadata_folder(key: str, target: AnyPath) -> None:
@@ -16,11 +20,10 @@ def check_metadata_folder(key: str, target: AnyPath) -> None:
     if isinstance(target, RemotePath):
         names = [name.partition("/")[0] for name in target.sizes()]
     else:
-        names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
-    own = (MANIFEST, VOCABULARY_FOLDER)
-    if other := [name for name in names if name not in own and not name.startswith(".")]:
+        names = [path.name for path in target.iterdir()] if target.is_dir() else []
+    if other := other_file(names, _COPIED):
         raise ConfigError(
-            f"{key}: {target} contains {other[0]}, but a run replaces {target.name}/ in this "
+            f"{key}: {target} contains {other}, but a run replaces {target.name}/ in this "
             f"folder with its own files; use another folder, such as {key}={target.parent / 'run'}"
         )
 

@@ -58,6 +58,7 @@ from sbpflow.data.prepare.workspace import (
 )
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.own_files import other_file
 
 _LOG = logging.getLogger(__name__)
 _PUBLISHING, _REPLACED = "publishing", "replaced"
@@ -207,11 +208,10 @@ def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
                 f"--output {output}: --overwrite would delete the input {path}; move it to another "
                 "folder, or use a new folder for the set"
             )
-    files = sorted(path for path in output.rglob("*") if not path.is_dir())
-    names = [path.relative_to(output).as_posix() for path in files if path.name[0] != "."]
-    if others := [name for name in names if not SET_FILE.fullmatch(name)]:
+    files = (path for path in output.rglob("*") if not path.is_dir())
+    if other := other_file((path.relative_to(output).as_posix() for path in files), SET_FILE):
         raise ConfigError(
-            f"--output {output}: --overwrite would delete {others[0]}, which is not a file of the "
+            f"--output {output}: --overwrite would delete {other}, which is not a file of the "
             "set; move it to another folder, or use a new folder for the set"
         )
 

@@ -120,17 +120,17 @@ def export_to(
 
     ``model.json`` is written last, so its presence marks a complete folder.
     """
-    from sbpflow.run.export.bundle import FILES
+    from sbpflow.run.export.bundle import BUNDLE_FILES
     from sbpflow.runtime.files.upload import check_own_files, upload
     from sbpflow.serving.deltas import BUNDLE_FILE
 
     if (url / BUNDLE_FILE).exists():
         raise ConfigError(f"--output {url} already exists; use a new folder")
-    check_own_files("--output", url, FILES)
+    check_own_files("--output", url, BUNDLE_FILES)
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder = Path(name) / "bundle"
         export_model(checkpoint, config, folder, **options)
-        return [url / name for name in upload(folder, url, owned=FILES, last=(BUNDLE_FILE,))]
+        return [url / name for name in upload(folder, url, owned=BUNDLE_FILES, last=(BUNDLE_FILE,))]
 
 
 def export_model(

@@ -130,11 +130,11 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     if not isinstance(output, RemotePath):
         yield output, lambda: None
         return
-    from sbpflow.run.export.bundle import FILES
+    from sbpflow.run.export.bundle import BUNDLE_FILES
     from sbpflow.runtime.files.upload import upload
     from sbpflow.serving.deltas import BUNDLE_FILE, DELTA_FILE, DELTAS_FOLDER
 
-    owned = re.compile(rf"step-\d+(\.old)?/({FILES.pattern}|{DELTAS_FOLDER}/.+)")
+    owned = re.compile(rf"step-\d+(\.old)?/({BUNDLE_FILES.pattern}|{DELTAS_FOLDER}/.+)")
     done: dict[str, tuple[int, int]] = {}
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder, last = Path(name), (BUNDLE_FILE, DELTA_FILE)

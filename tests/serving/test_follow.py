@@ -285,7 +285,7 @@ def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
     url.remove_tree()
 
 
-def test_exports_into_a_bundle_are_refused(run, synth_set, tmp_path):  # noqa: F811
+def test_exports_into_a_bundle_or_checkpoints_are_refused(run, synth_set, tmp_path):  # noqa: F811
     bundle = tmp_path / "model"
     bundle.mkdir()
     (bundle / "model.json").touch()
@@ -294,9 +294,13 @@ def test_exports_into_a_bundle_are_refused(run, synth_set, tmp_path):  # noqa: F
     options = words(synth_set, tmp_path / "run", *OPTIONS, f"export={{dir: {bundle}}}")
     with pytest.raises(ConfigError, match=rf"export\.dir: {bundle} .* such as {bundle}-live"):
         train.main(["--config", CONFIG, *options])
+    options = words(synth_set, tmp_path / "new", *OPTIONS, f"export={{dir: {tmp_path}/new/x}}")
+    options += [f"checkpoint.dir={tmp_path}/new/x"]
+    with pytest.raises(ConfigError, match=r"export\.dir: \S+/new/x is a folder of checkpoints"):
+        train.main(["--config", CONFIG, *options])
 
 
-def test_exports_do_not_replace_checkpoints(run, synth_set, tmp_path):  # noqa: F811
+def test_exports_do_not_replace_checkpoints(run, tmp_path):
     folder = tmp_path / "run/checkpoints"
     shutil.copytree(run, folder)
     for given in (folder.parent, folder):
@@ -307,10 +311,6 @@ def test_exports_do_not_replace_checkpoints(run, synth_set, tmp_path):  # noqa: 
         (other / name).write_bytes(b"{}")
     with pytest.raises(ConfigError, match=rf"--output: {other} is a folder of checkpoints"):
         export(["--follow", str(run), "--output", str(other)])
-    options = words(synth_set, tmp_path / "new", *OPTIONS, f"export={{dir: {tmp_path}/new/x}}")
-    options += [f"checkpoint.dir={tmp_path}/new/x"]
-    with pytest.raises(ConfigError, match=r"export\.dir: \S+/new/x is a folder of checkpoints"):
-        train.main(["--config", CONFIG, *options])
 
     def write_base(checkpoint, target):
         target.mkdir()

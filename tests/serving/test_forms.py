@@ -12,7 +12,7 @@ import torch
 
 from sbpflow.errors import ConfigError
 from sbpflow.models.dcnv2 import DcnV2Config
-from sbpflow.run.export.bundle import FILES
+from sbpflow.run.export.bundle import BUNDLE_FILES
 from sbpflow.serving import scorer
 from sbpflow.serving.scorer import BundleError, Version, load
 from tests.serving.bundles import config_of, export, make_set, train
@@ -80,7 +80,7 @@ def test_an_onnx_part_computes_the_same_logits(folder, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     export(folder / "run", config_of(folder / "set", MODEL), tmp_path / "model", onnx=True)
-    assert all(FILES.fullmatch(path.name) for path in (tmp_path / "model").iterdir())
+    assert all(BUNDLE_FILES.fullmatch(path.name) for path in (tmp_path / "model").iterdir())
     model = load(tmp_path / "model")
     seen = {}
     wanted = []

@@ -30,7 +30,7 @@ from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.scorer import FORMAT, VERSION, file_digest
 
 TESTED_TORCH = "2.11 to 2.13"
-FILES = re.compile(
+BUNDLE_FILES = re.compile(
     r"model\.(json|safetensors|pt2)|vocabulary\.safetensors|sample\.json|scorer\.py|dense\.(pt2|onnx)"
 )
 """Files of a bundle, with those of ``sbpflow.run.export.forms``"""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.own_files import other_file
 from sbpflow.runtime.files.remote_path import RemotePath
 
 _UPLOADS = 8
@@ -17,12 +18,11 @@ def check_own_files(option: str, target: RemotePath, owned: re.Pattern[str]) -> 
     """Raise ConfigError if ``target`` contains a file that is not hidden and does not match
     ``owned``.
     """
-    for name in target.sizes():
-        if not name.startswith(".") and not owned.fullmatch(name):
-            raise ConfigError(
-                f"{option} {target} already contains other files, such as {name}; use a new "
-                f"folder, such as {target / 'new'}"
-            )
+    if other := other_file(target.sizes(), owned):
+        raise ConfigError(
+            f"{option} {target} already contains other files, such as {other}; use a new folder, "
+            f"such as {target / 'new'}"
+        )
 
 
 def upload(
