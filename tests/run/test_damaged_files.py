@@ -247,6 +247,7 @@ def test_values_at_the_limits_are_read_or_refused(value):
         (str(2**64), "a whole number has 20 digits, but numbers can have at most 64 bits"),
         ('"\\ud800"', "half of a surrogate pair"),
         ('{"\\udc00": 1}', "half of a surrogate pair"),
+        ('[{"a": 1, "b": 2, "a": 3}]', "the key 'a' appears twice; remove one of them"),
         ("[" * 66 + "]" * 66, "more than 64 levels of nesting"),
         ("[" * 10**6, "more than 64 levels of nesting"),
         ('{"a": 1', "not JSON (Expecting ',' delimiter at line 1, column 8)"),

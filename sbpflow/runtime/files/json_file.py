@@ -1,7 +1,8 @@
 """Reads JSON from disk, and raises JsonError for a file that is invalid or exceeds a limit.
 
-``json.loads`` alone accepts NaN and deep nesting, turns large numbers into infinity, and returns
-numbers and strings that cause errors only when they are used. Callers must still check the
+``json.loads`` alone accepts NaN and deep nesting, turns large numbers into infinity, keeps only the
+last value of a repeated key, and returns numbers and strings that cause errors only when they are
+used. Callers must still check the
 structure of the values. ``read_text`` reads, for example, files with one JSON value per line.
 """
 
@@ -65,12 +66,14 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
 
 def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
     """Return the value of JSON text. For other text, raise JsonError with a message that begins
-    with ``where``. Also raise JsonError for more than MAX_DEPTH levels, integers beyond 64 bits,
-    invalid Unicode and, if ``finite``, NaN and infinity.
+    with ``where``. Also raise JsonError for more than MAX_DEPTH levels, repeated keys, integers
+    beyond 64 bits, invalid Unicode and, if ``finite``, NaN and infinity.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _float}
     try:
-        value = json.loads(text, parse_int=_int, **(hooks if finite else {}))
+        value = json.loads(
+            text, parse_int=_int, object_pairs_hook=_object, **(hooks if finite else {})
+        )
         if _is_deep(value):
             raise JsonError(f"more than {MAX_DEPTH} levels of nesting")
         if _SURROGATE.search(text):
@@ -147,6 +150,15 @@ def _is_deep(value: object) -> bool:
         if not level:
             return False
     return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise JsonError(f"the key {twice[:40]!r} appears twice; remove one of them")
+    return found
 
 
 def _refuse_constant(text: str) -> NoReturn:
