@@ -46,8 +46,9 @@ class Encoded:
     ``bags`` maps each ragged field to (values, lengths [n]), both int32, or, if it has weights, to
     (values, lengths, weights), where weights are float32. ``counts`` (int64 [2, names]) contains
     the numbers of missing values and of values without an id of their own, in the order of the
-    column ``names``. For growing fields that are part of hashed crosses, ``keys`` maps a column of
-    ``ids`` to the keys of the column's field (int64 [n]).
+    column ``names``; the first ``num_numeric`` of these columns contain numbers. For growing fields
+    that are part of hashed crosses, ``keys`` maps a column of ``ids`` to the keys of the column's
+    field (int64 [n]).
     """
 
     ids: NDArray[np.int32]
@@ -56,6 +57,7 @@ class Encoded:
     names: Sequence[str] = ()
     counts: Array = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     keys: Mapping[int, NDArray[np.int64]] = field(default_factory=dict[int, NDArray[np.int64]])
+    num_numeric: int = 0
 
     @property
     def missing(self) -> dict[str, int]:
@@ -64,8 +66,8 @@ class Encoded:
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Return the number of values without an id of their own in each column that has ids."""
-        first = self.dense.shape[1]  # numeric columns come first
+        """Return the number of values without an id of their own in each column of categories."""
+        first = self.num_numeric
         return dict(zip(self.names[first:], self.counts[1, first:].tolist(), strict=True))
 
 
@@ -298,7 +300,7 @@ class Encoder:
                 if column in self.crossed:  # only lists of one value can be crossed
                     keys[column] = np.full(num_rows, MISSING_KEY)
                     keys[column][rows] = _signed_keys(values, 0)
-        return Encoded(ids, dense, bags, self.names, counts, keys)
+        return Encoded(ids, dense, bags, self.names, counts, keys, len(self._dense))
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
         """Raise RowError for the first infinite value of a column without clipping limits or

@@ -25,6 +25,7 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.export.bundle import scorer_source
 from sbpflow.run.export.graph import graph_of
 from sbpflow.serving.cells import string_key
+from sbpflow.serving.encoder import Encoder
 from sbpflow.serving.operations import Graph
 from sbpflow.serving.scorer import BundleError, RowError, Version, load
 from tests.data.tables import write_parquet
@@ -180,6 +181,17 @@ def test_missing_and_unknown_values_are_counted(exported):
     assert (encoded.missing["tags"], encoded.unknown["tags"]) == (1, 1)
     assert encoded.ids.dtype == np.int32
     assert encoded.dense.dtype == np.float32
+
+
+@pytest.mark.parametrize("indicator", [True, False])
+def test_unknown_values_are_those_of_categories_for_any_number_of_dense_values(exported, indicator):
+    folder, _ = exported
+    model = load(folder / "wdl/model")
+    content = model.content["input"]
+    content |= {"dense": [{**entry, "indicator": indicator} for entry in content["dense"]]}
+    encoded = Encoder(content, model.encoder.vocabularies).encode(good_rows(3))
+    categories = [each["name"] for each in content["fields"] if each["kind"] or each["parts"]]
+    assert set(encoded.unknown) == set(categories)
 
 
 BAD = [
