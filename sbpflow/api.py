@@ -26,7 +26,7 @@ from sbpflow.commands.predict import open_rows, write_scores
 from sbpflow.commands.saved_run import own_classes
 from sbpflow.commands.train import train_config
 from sbpflow.config.load import config_of, read_yaml
-from sbpflow.config.parse import plain
+from sbpflow.config.parse import brief, plain
 from sbpflow.config.schema import Config
 from sbpflow.data import RowLoader, load_manifest
 from sbpflow.data.frames import Frame, input_of, like, named_rows, prepared_set
@@ -190,7 +190,7 @@ class Run:
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)
-        given = None if values is None else pl.Series(cast("Any", values))
+        given = None if values is None else _series(values)
         found, rows = values_and_rows(manifest, feature, given, saved)
         vectors = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
         return found, vectors.numpy()[rows]
@@ -273,6 +273,18 @@ class _Rows(NamedTuple):
     job: Job
     loader: RowLoader
     output: Path
+
+
+def _series(values: object) -> pl.Series:
+    try:
+        if isinstance(values, str):  # Polars would use it as the name of an empty column
+            raise TypeError
+        return pl.Series(cast("Any", values))
+    except TypeError as error:
+        raise ConfigError(
+            "values must be a column or a list of values of one type, such as [7, -3], got "
+            f"{brief(values)}"
+        ) from error
 
 
 def _check_alone() -> None:

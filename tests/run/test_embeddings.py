@@ -1,5 +1,6 @@
 """Tests writing a table's vectors with the original values of its ids."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,12 @@ def test_a_column_named_vector_keeps_its_values(run):
     )
     assert frame.schema == {"vector": pl.Int64, "embedding": pl.Array(pl.Float32, 4)}
     assert frame["vector"].to_list() == [5]
+
+
+@pytest.mark.parametrize("values", ["Rome", 7, [1, "Rome"]], ids=str)
+def test_values_that_are_not_a_column_are_refused(run, values):
+    with pytest.raises(ConfigError, match=rf"^values must be .*, got {re.escape(repr(values))}$"):
+        run.embeddings("deep.city", values=values)
 
 
 def test_mistakes_are_reported_before_anything_is_written(run, tmp_path: Path):
