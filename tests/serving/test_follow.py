@@ -17,8 +17,9 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
 from sbpflow.commands.export import export, export_model, export_to
 from sbpflow.commands.follow import LOCK_FILE, exports_in
-from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.registry import MODELS
+from sbpflow.run.export import chain
 from sbpflow.run.export.chain import export_next
 from sbpflow.run.saved.saved_model import saved_config
 from sbpflow.runtime.files.file_lock import hold, sign
@@ -66,6 +67,23 @@ def values_of(bundle: Path) -> dict[str, torch.Tensor]:
         for name, value in delta.dense.items():
             values[f"dense/{name}"] = value
     return values
+
+
+def test_a_delta_whose_row_does_not_fit_the_format_names_the_row(run, tmp_path, monkeypatch):
+    wrong = []
+
+    def with_a_large_value(members, name, changed):
+        wrong.append((name.removeprefix("tables/"), int(changed[-1])))
+        values = torch.zeros(len(changed), *members[-1].saved(name).shape[1:])
+        values[-1, 0] = 1e6
+        return values
+
+    assert export_next(open_checkpoint(run / "step-2"), tmp_path, 9, writer("float16"))
+    monkeypatch.setattr(chain, "_changed_values", with_a_large_value)
+    with pytest.raises(DataError) as caught:
+        export_next(open_checkpoint(run / "step-4"), tmp_path, 9, writer("float16"))
+    table, row = wrong[-1]
+    assert f"table {table}: 1000000.0 in row {row} cannot be represented" in str(caught.value)
 
 
 @pytest.mark.parametrize("rows", quick(["as_trained", "int8"], lambda n: n == 1))

@@ -97,9 +97,9 @@ def write_bundle(
     with TensorsFile(folder / "model.safetensors", tensors) as out:
         for table in model.tables:
             for first in range(0, table.num_rows, _BLOCK):
-                rows = slice(first, min(first + _BLOCK, table.num_rows))
-                block = model.read(f"tables/{table.name}", rows)
-                stored = to_stored(table.name, block, first, model.row_format)
+                rows = range(first, min(first + _BLOCK, table.num_rows))
+                block = model.read(f"tables/{table.name}", slice(rows.start, rows.stop))
+                stored = to_stored(table.name, block, rows, model.row_format)
                 for suffix, values in stored.items():
                     out.put(f"tables/{table.name}{suffix}", first, array_of(values))
         for name, value in weights.items():
@@ -171,7 +171,7 @@ def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     tables: dict[str, Any] = {}
     for table in model.tables:
         first_row = model.read(f"tables/{table.name}", slice(0, 1))
-        parts = to_stored(table.name, first_row, 0, model.row_format)
+        parts = to_stored(table.name, first_row, [0], model.row_format)
         kinds = {suffix: (_DTYPES[v.dtype], list(v.shape[1:])) for suffix, v in parts.items()}
         key = (table.dim, *(dtype for dtype, _ in kinds.values()))
         number = list(stores).index(key) if key in stores else len(stores)

@@ -238,7 +238,9 @@ def _write_delta(
         saved = checkpoint.saved(f"tables/{name}")
         row = torch.zeros(1, *saved.shape[1:], dtype=saved.dtype)
         tensors[f"tables/{name}/rows"] = torch.int64, (len(changed),)
-        for suffix, part in to_stored(name, row, 0, _format_of(tables[name], saved.dtype)).items():
+        for suffix, part in to_stored(
+            name, row, [0], _format_of(tables[name], saved.dtype)
+        ).items():
             tensors[f"tables/{name}{suffix}"] = part.dtype, (len(changed), *part.shape[1:])
     weights = {f"dense/{name}" for name in last.content["graph"]["weights"].values()}
     dense = {name: saved for name, saved in checkpoint.tensors.items() if name in weights}
@@ -261,7 +263,8 @@ def _write_delta(
         row_format = _format_of(tables[name], values.dtype)
         for start in range(0, len(changed), _BLOCK):
             block = values[start : start + _BLOCK]
-            for suffix, part in to_stored(name, block, start, row_format).items():
+            numbers = changed[start : start + _BLOCK].tolist()
+            for suffix, part in to_stored(name, block, numbers, row_format).items():
                 writer.append(f"tables/{name}{suffix}", part)
     for name in dense:
         writer.append(name, checkpoint.tensor(name))

@@ -4,7 +4,7 @@ An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale
 values are evenly spaced from the row's minimum to its maximum, as in FBGEMM's rowwise 8-bit format.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -104,8 +104,9 @@ class SavedRows(nn.Module):
         rows, places = ids.unique(return_inverse=True)
         if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= self._num_rows):
             raise IndexError(f"table {self._name} has only rows 0 to {self._num_rows - 1}")
-        read = [self._read(slice(row, row + 1)) for row in rows.tolist() or [0]]
-        stored = to_stored(self._name, torch.cat(read), 0, self._row_format)
+        numbers = rows.tolist() or [0]
+        read = [self._read(slice(row, row + 1)) for row in numbers]
+        stored = to_stored(self._name, torch.cat(read), numbers, self._row_format)
         return rows_of(stored, self._dtype)(places)
 
 
@@ -118,7 +119,8 @@ def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dty
         return FloatRows(weight.contiguous(), dtype)
     stored: dict[str, Tensor] = {}
     for start in range(0, weight.shape[0], _BLOCK):
-        for key, part in to_stored(name, weight[start : start + _BLOCK], start, row_format).items():
+        rows = range(start, min(start + _BLOCK, weight.shape[0]))
+        for key, part in to_stored(name, weight[start : rows.stop], rows, row_format).items():
             out = stored.setdefault(key, part.new_empty(weight.shape[0], *part.shape[1:]))
             out[start : start + len(part)] = part
     return rows_of(stored, dtype)
@@ -131,9 +133,11 @@ def rows_of(stored: Mapping[str, Tensor], dtype: torch.dtype) -> Rows:
     return ByteRows(stored["/int8"], stored["/scale"], stored["/low"], dtype)
 
 
-def to_stored(name: str, block: Tensor, start: int, row_format: RowFormat) -> dict[str, Tensor]:
-    """Convert rows [n, dim] of table ``name``, the first of which is row ``start``. The result has
-    the same keys as the result of ``stored``.
+def to_stored(
+    name: str, block: Tensor, rows: Sequence[int], row_format: RowFormat
+) -> dict[str, Tensor]:
+    """Convert rows [n, dim] of table ``name``, which have the numbers ``rows``. The result has the
+    same keys as the result of ``stored``.
 
     ``int8`` needs dim + 8 bytes per row. A table so narrow that float16 needs no more space is
     stored as float16.
@@ -149,7 +153,7 @@ def to_stored(name: str, block: Tensor, start: int, row_format: RowFormat) -> di
         row, column = converted.isfinite().logical_not().nonzero()[0].tolist()
         stored_as = "float16" if narrow else "int8"
         raise DataError(
-            f"table {name}: {float(block[row, column])} in row {start + row} cannot be represented "
+            f"table {name}: {float(block[row, column])} in row {rows[row]} cannot be represented "
             f"in {stored_as}; use --rows as_trained"
         )
     if narrow:
