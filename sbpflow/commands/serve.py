@@ -77,6 +77,8 @@ def folders_of(models: Sequence[str]) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for text in models:
         name, given, path = text.partition("=")
+        if "/" in name:  # a path such as out/day=7, because a name has no slash
+            given = ""
         try:
             folder = local_path(path if given else text)
         except PathError as error:
