@@ -38,8 +38,18 @@ def step_folder(folder: AnyPath, step: int) -> AnyPath:
 
 
 def data_folder(checkpoint: AnyPath) -> AnyPath:
-    """Return the folder next to a checkpoint for the manifest and vocabularies of its data."""
-    return checkpoint.parent / DATA_FOLDER
+    """Return the folder next to a checkpoint with the manifest and vocabularies of its data; raise
+    CheckpointError if there is no such folder.
+    """
+    folder = checkpoint.parent / DATA_FOLDER
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}: the folder {folder}, which has the vocabularies of the run's set, does "
+            "not exist; use the checkpoint in the folder where the run saved it, or copy the "
+            f"folder {DATA_FOLDER} from there (a run writes it when it continues from a checkpoint "
+            "of `sbpflow checkpoint to-keys`)"
+        )
+    return folder
 
 
 def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:

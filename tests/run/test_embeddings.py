@@ -1,6 +1,7 @@
 """Tests writing a table's vectors with the original values of its ids."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import sbpflow
 from sbpflow.commands import embeddings as command
 from sbpflow.commands.embeddings import embeddings
-from sbpflow.errors import ConfigError
+from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.saved.saved_model import find_checkpoint
 from sbpflow.serving.cells import MISSING_KEY, string_key
 
@@ -117,6 +118,14 @@ def test_a_column_named_vector_keeps_its_values(run):
 def test_values_that_are_not_a_column_are_refused(run, values):
     with pytest.raises(ConfigError, match=rf"^values must be .*, got {re.escape(repr(values))}$"):
         run.embeddings("deep.city", values=values)
+
+
+def test_a_checkpoint_that_was_copied_without_the_vocabularies_is_refused(run, tmp_path):
+    path = find_checkpoint(run.dir).path
+    shutil.copytree(path, tmp_path / path.name)
+    words = ["--table", "deep.item", "--output", str(tmp_path / "x.parquet")]
+    with pytest.raises(CheckpointError, match=rf"{path.name}: the folder .*/data, .* copy the"):
+        embeddings([str(tmp_path / path.name), *words])
 
 
 def test_mistakes_are_reported_before_anything_is_written(run, tmp_path: Path):
