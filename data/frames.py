@@ -117,7 +117,7 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
                 f"{key}: {type(data).__name__} needs another package ({error}); run pip install "
                 "'sbpflow[notebook]', or pass a Polars DataFrame or a file"
             ) from error
-        except (ValueError, TypeError, pl.exceptions.PolarsError) as error:
+        except (ValueError, TypeError, NotImplementedError, pl.exceptions.PolarsError) as error:
             raise DataError(
                 f"{key} cannot be read as a table: {error}; every column must have a single type"
             ) from error

@@ -1,5 +1,6 @@
 """Tests that errors from the Python API name its arguments, not command-line options."""
 
+import numpy as np
 import pytest
 
 import sbpflow
@@ -53,3 +54,10 @@ def test_fit_refuses_options_of_prepare_that_its_arguments_replace(
 ):
     with pytest.raises(ConfigError, match=message):
         fit(tmp_path / "run", data, prepare=prepare)
+
+
+def test_a_column_of_arrays_of_several_types_is_refused(tmp_path):
+    arrays = [np.array(["a"]), np.array([])]  # NumPy's type of an empty list is float64
+    table = rows(2).assign(tags=arrays)
+    with pytest.raises(DataError, match=r"^data cannot be read as a table: .* a single type$"):
+        fit(tmp_path / "run", table)
