@@ -428,7 +428,11 @@ def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
     ("change", "says"),
     [
         ({"deep": Spec("B", "local")}, r"table deep.f: grows: layout B@.*; use S\(0\) or S\(1\)"),
-        ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order"),
+        ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order; list them"),
+        (
+            {"deep": Spec("(S(0), S(0))", "unique", ranks=((1,), (0,)))},
+            r"ranks out of order; use sbp: S\(0\)",
+        ),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(101, MIN_ROWS - 101))},
             r"101, .* a single key bucket; .*\(for example, \[32768, 32768\]\)",
