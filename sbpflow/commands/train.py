@@ -160,6 +160,9 @@ def train_config(
         check_rows(config, manifest.splits, batch_norm=norms)
         start = resume.load(decision, job, data, boxing)
         start = resume.at_cursor(start, config, loaders["train"])
+        if start.cursor is not None:  # the batch size may differ from that of the checkpoint
+            left = manifest.splits["train"] - int(start.cursor["cursor"])
+            check_rows(config, {"train": left}, batch_norm=norms)
         run = resume.Resumed(decision, start, data)
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
 

@@ -78,8 +78,8 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
         )
     if batch_norm and config.data.tail == "keep" and rows["train"] % size == 1:
         raise ConfigError(
-            f"data.batch_size: {size} leaves a last batch of one row ({rows['train']:,} rows in "
-            "train), but the model's batch norm needs at least two; use data.tail: drop"
+            f"data.batch_size: {size} leaves a last batch of one row ({rows['train']:,} rows of "
+            "train to read), but the model's batch norm needs at least two; use data.tail: drop"
         )
 
 

@@ -415,6 +415,14 @@ def test_a_new_run_may_have_other_batches_and_another_order(synth_set, whole, tm
     assert last_step(tmp_path / "c") == 12 + 20  # the other order starts at its first row
 
 
+def test_a_batch_size_that_leaves_one_row_for_batch_norm_is_refused(synth_set, tmp_path):
+    norm = "model.norm=batch"
+    assert run(synth_set, tmp_path / "old", norm, "train.max_steps=1") == 0
+    more = ["data.batch_size=1433", f"checkpoint.resume={tmp_path / 'old'}"]
+    with pytest.raises(ConfigError, match=r"1433 leaves a last batch of one row \(4,300 rows"):
+        run(synth_set, tmp_path / "new", norm, *more)
+
+
 def test_a_run_without_checkpoints_does_not_move_an_unfinished_run(
     synth_set, tmp_path, monkeypatch
 ):
