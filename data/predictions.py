@@ -245,25 +245,38 @@ def scored_rows(
 
 
 def check_ids(manifest: Manifest, like: Manifest, key: str = "--input") -> None:
-    """Raise ConfigError if ids in the set ``manifest``, given as ``key``, may have a different
-    meaning in the set ``like``.
+    """Raise ConfigError if ids or dense values in the set ``manifest``, given as ``key``, may have
+    a different meaning in the set ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
-    from the vocabulary of ``manifest``. Sets without vocabularies must have equal tables and dense
-    columns.
+    from the vocabulary of ``manifest``. Sets without vocabularies must have equal tables. Dense
+    values must have the same transforms with the same constants.
     """
     digest = manifest.vocabulary_digest
     if digest is None and like.vocabulary_digest is None:
         rows = [{field.name: field.rows for field in m.fields} for m in (manifest, like)]
-        if rows[0] == rows[1] and manifest.dense == like.dense:
-            return
-    elif digest in (like.vocabulary_digest, *(ancestor.digest for ancestor in like.ancestors)):
+        has_ids = rows[0] == rows[1]
+    else:
+        ancestors = (ancestor.digest for ancestor in like.ancestors)
+        has_ids = digest in (like.vocabulary_digest, *ancestors)
+    if has_ids and _transforms(manifest) == _transforms(like):
         return
+    what = f"ids in {manifest.path} are not from the model's vocabulary"
+    if has_ids:
+        what = f"dense values in {manifest.path} are not transformed as in the model's set"
     advice = "use the raw rows as input, or encode them" if key == "--input" else "encode its rows"
-    raise ConfigError(
-        f"{key}: the ids in {manifest.path} are not from the model's vocabulary; {advice} with "
-        f"`sbpflow encode --like {like.origin}`"
-    )
+    raise ConfigError(f"{key}: the {what}; {advice} with `sbpflow encode --like {like.origin}`")
+
+
+def _transforms(manifest: Manifest) -> list[Any]:
+    """Return the name, transform, constants, and limits of each dense column."""
+    content = manifest.content
+    fitted = content.get("fitted", {})
+    clips = {each["name"]: each["clip"] for each in content.get("schema", {}).get("numbers", ())}
+    return [
+        (name := entry["name"], entry["transform"], fitted.get(name), clips.get(name))
+        for entry in content["dense"]
+    ]
 
 
 def check_split(manifest: Manifest, split: str, name: object) -> None:

@@ -298,6 +298,10 @@ def test_unsuitable_sets_are_rejected_before_anything_is_scored(run, folder, tmp
     assert data_main(["prepare", *map(str, other)]) == 0
     with pytest.raises(ConfigError, match=r"the ids in .*other are not from .* encode"):
         check_ids(load_manifest(tmp_path / "other"), like)
+    same = [*other[:3], tmp_path / "log1", "--dense", "log1", *other[6:]]
+    assert data_main(["prepare", *map(str, same)]) == 0
+    with pytest.raises(ConfigError, match=r"the dense values in .*log1 are not transformed as in"):
+        check_ids(load_manifest(tmp_path / "log1"), like)
     scoring = Scoring([str(folder / "set")], tmp_path / "s.csv", "val", like, overwrite=False)
     assert scoring.manifest().splits["val"] > 0
     with pytest.raises(ConfigError, match=r"'validation' is not a split .* use train or val or"):
