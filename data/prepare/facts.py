@@ -148,7 +148,7 @@ def _can_be_listed(kind: pl.DataType) -> bool:
 
 def _is_large(values: pl.Series) -> bool:
     """Return whether integers exceed the range of int64, so that only strings can hold them."""
-    return values.dtype == pl.UInt64 and int(values.max() or 0) >= 2**63
+    return values.dtype in (pl.UInt64, pl.Int128) and int(values.max() or 0) >= 2**63
 
 
 def _text_kind(texts: pl.Series) -> _Kind:

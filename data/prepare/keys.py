@@ -80,5 +80,7 @@ def _key(cells: pl.Series, kind: Kind) -> pl.Expr:
     if kind == "integer":
         return number.cast(pl.Int64, strict=False).reinterpret(signed=False)
     if kind == "string":
+        if cells.dtype == pl.Int128:  # as in ``sbpflow.serving``, integers have up to 64 bits
+            number = pl.when(number.is_between(-(2**63), 2**64 - 1)).then(number)
         return number.cast(pl.String)
     raise unknown_value("kind", kind, Kind)

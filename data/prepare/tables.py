@@ -13,6 +13,7 @@ PIECE_ROWS = 1 << 18
 COLUMN_TYPES = (
     *(pl.String, pl.Null, pl.Float32, pl.Float64, pl.Boolean),
     *(pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64),
+    pl.Int128,
 )
 
 
@@ -49,10 +50,15 @@ def table_head(path: Path, num_rows: int) -> pl.DataFrame:
 
 
 def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return ``frame`` with categories converted to strings, and decimals to real numbers."""
-    return frame.with_columns(
-        pl.col(pl.Categorical, pl.Enum).cast(pl.String), pl.selectors.decimal().cast(pl.Float64)
-    )
+    """Return ``frame`` with categories converted to strings, decimals without decimal places to
+    integers, and other decimals to real numbers.
+    """
+    columns = [
+        cells.cast(pl.Float64 if cells.dtype.scale else pl.Int128)
+        for cells in frame.get_columns()
+        if isinstance(cells.dtype, pl.Decimal)
+    ]
+    return frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String), *columns)
 
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:

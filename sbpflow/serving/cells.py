@@ -105,8 +105,9 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
     """Return the 64-bit key of a category that is not missing, and its check value, which is 0
     unless ``kind`` is string.
     """
-    if isinstance(cell, Decimal):  # ``prepare`` also reads decimals as float64
-        cell = float(cell)
+    if isinstance(cell, Decimal):  # ``prepare`` also reads decimals with a point as float64
+        exponent = cell.as_tuple().exponent
+        cell = int(cell) if isinstance(exponent, int) and exponent >= 0 else float(cell)
     if isinstance(cell, int | float):
         cell = _number_text(cell, kind)
         if isinstance(cell, int):

@@ -177,11 +177,19 @@ def test_numbers_equal_those_of_prepare(whole, decimal, values):
 
 
 @pytest.mark.parametrize("kind", ["hex", "integer", "string"])
-def test_decimals_are_read_as_by_prepare(kind):
-    values = [Decimal("7"), Decimal("7.5"), Decimal("-3"), None]
-    series = plain_types(pl.Series("c", values, dtype=pl.Decimal(10, 2)).to_frame())["c"]
-    assert [found(cells.real_number, value) for value in values] == series.to_list()
+@pytest.mark.parametrize(
+    ("scale", "numbers"),
+    [
+        (2, ["7", "7.5", "-3"]),
+        (0, [7, -3, 2**53 + 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1]),
+    ],
+)
+def test_decimals_are_read_as_by_prepare(kind, scale, numbers):
+    values = [*map(Decimal, numbers), None]
+    series = plain_types(pl.Series("c", values, dtype=pl.Decimal(38, scale)).to_frame())["c"]
+    assert [found(cells.real_number, v) for v in values] == series.cast(pl.Float64).to_list()
     keys = key_of(series, kind)
+    assert scale or kind == "hex" or int(keys[2]) == 2**53 + 1
     misfit = (series.is_not_null() & keys.is_null()).to_list()
     if kind == "string":
         keys = with_string_keys(keys.to_frame(), ["c"])["c"]
