@@ -13,6 +13,7 @@ import polars as pl
 from sbpflow.data.format.schema import Beyond, Kind, ListColumn
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.errors import unknown_value
+from sbpflow.serving.cells import REAL_PATTERN
 
 
 class ListValues(NamedTuple):
@@ -48,7 +49,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
     none = _rows_of(rows[:0], total)
     unpaired, bad_weights = none, none
     if column.inline is not None:
-        values = cells["weight"].cast(pl.Float64, strict=False).cast(pl.Float32)
+        values = _weights(cells["weight"])
         columns["weight"] = values
         bad_weights = _rows_of(rows[~values.is_finite().fill_null(False).to_numpy()], total)
     if column.weights is not None:
@@ -56,7 +57,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         others = np.bincount(weights["row"].to_numpy(), minlength=total)
         differ = lengths != others
         unpaired = pl.Series(differ)
-        values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
+        values = _weights(weights["value"])
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
         if differ.any():
@@ -80,6 +81,13 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         table = table.filter(pl.Series(place < column.most))
     misfits = _rows_of(rows[lost.to_numpy()], total)
     return ListValues(table, misfits, pl.Series(long), unpaired, bad_weights, num_cut)
+
+
+def _weights(cells: pl.Series) -> pl.Series:
+    """Return the weights as float32, with null for cells that are not numbers."""
+    if cells.dtype == pl.String:
+        cells = cells.str.extract(f"^{REAL_PATTERN}$", 1)
+    return cells.cast(pl.Float64, strict=False).cast(pl.Float32)
 
 
 def _rows_of(rows: "np.ndarray[tuple[int], np.dtype[np.uint32]]", total: int) -> pl.Series:
