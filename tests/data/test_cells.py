@@ -3,10 +3,12 @@
 import polars as pl
 import pytest
 
-from sbpflow.data.format.schema import CRITEO, Schema
+from sbpflow.data.format.schema import CRITEO, ListColumn, Schema
+from sbpflow.data.prepare import lists
 from sbpflow.data.prepare.parse import parse_piece
 from sbpflow.data.prepare.source import find_inputs
 from sbpflow.data.prepare.tables import table_piece
+from sbpflow.serving import columns
 from tests.data.rows import run_prepare, text_rows, write_rows
 
 ROWS = text_rows(20)
@@ -107,3 +109,23 @@ def test_files_with_unusual_digits_in_their_names_are_sorted(tmp_path):
     names = [source.path.name for source in find_inputs([tmp_path])]
     assert sorted(names) != names
     assert names.index("2.tsv") < names.index("\u0663.tsv") < names.index("10.tsv")
+
+
+@pytest.mark.parametrize(
+    ("weight", "fits"),
+    [("0.5", True), (" 0.5", True), ("+.5", True), ("5.", True), ("-1e3", True), ("0.5 ", False),
+     ("1_0", False), ("nan", False), ("inf", False), ("1e400", False), ("", False)],
+)  # fmt: skip
+def test_weights_of_values_are_real_numbers_in_prepare_and_in_bundles(weight, fits):
+    cells = [f"a:{weight}|b:1"]
+    column = ListColumn(name="c", inline=":")
+    prepared = lists.read_list(pl.DataFrame({"c": cells}), column, "string")
+    assert prepared.bad_weights.to_list() == [not fits]
+    options = {"separator": "|", "most": 3, "beyond": "error", "weights": None, "inline": ":"}
+    entry = {"name": "c", "kind": "string", "list": options}
+    if fits:
+        weights = columns.read_list(entry, {"c": cells}).weights
+        assert weights.tolist() == prepared.values["weight"].to_list() == [float(weight), 1.0]
+    else:
+        with pytest.raises(columns.RowError, match="not a finite number"):
+            columns.read_list(entry, {"c": cells})
