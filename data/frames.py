@@ -20,6 +20,7 @@ _NEEDS_SCHEMA = (
     "data: this table needs a schema. Check the proposal below and pass it as schema (a mapping or "
     'the path of a YAML file), or accept it unchanged with schema="auto"'
 )
+_UNREADABLE = (ValueError, TypeError, NotImplementedError, pl.exceptions.PolarsError)
 Frame = Any  # a pandas or Polars DataFrame, or an Arrow table; pandas and pyarrow are optional
 
 
@@ -117,9 +118,10 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
                 f"{key}: {type(data).__name__} needs another package ({error}); run pip install "
                 "'sbpflow[notebook]', or pass a Polars DataFrame or a file"
             ) from error
-        except (ValueError, TypeError, NotImplementedError, pl.exceptions.PolarsError) as error:
+        except _UNREADABLE as error:
             raise DataError(
-                f"{key} cannot be read as a table: {error}; every column must have a single type"
+                f"{key} cannot be read as a table: {_unreadable_column(data)}{error}; every column "
+                "must have a single type"
             ) from error
     else:
         raise ConfigError(
@@ -128,6 +130,17 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
         )
     frame.write_ipc(file)
     return str(file)
+
+
+def _unreadable_column(data: Frame) -> str:
+    """Return text that names the first column that cannot be read, or "" if every column can."""
+    names = list(getattr(data, "columns", ()))
+    for name in names if len(set(names)) == len(names) else ():
+        try:
+            pl.DataFrame(data[[name]])
+        except _UNREADABLE:
+            return f"column {name!r}: "
+    return ""
 
 
 def like(frame: pl.DataFrame, data: "Frame | str | Path") -> Frame:

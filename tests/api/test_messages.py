@@ -22,6 +22,9 @@ def test_mistakes_are_explained_for_python(tmp_path):
     assert "rows.arrow > " not in message
     with pytest.raises(DataError, match=r"^schema: no row has a clicked that is 7, .*label, write"):
         sbpflow.fit(CONFIG, schema={**SCHEMA, "label": {"clicked": 7}}, **given)
+    mixed = rows(100).assign(city=["a", 1] * 50)
+    with pytest.raises(DataError, match=r"^data cannot be read as a table: column 'city': "):
+        sbpflow.fit(CONFIG, **{**given, "data": mixed}, schema=SCHEMA)
     with pytest.raises(ConfigError) as caught:
         sbpflow.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")
