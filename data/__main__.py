@@ -105,10 +105,13 @@ def _schema_of(args: argparse.Namespace) -> Schema:
         from sbpflow.data.prepare.propose import propose
 
         proposal = propose(args.input)
-        if not proposal.has_label:
+        if not (proposal.has_label and proposal.has_sparse):
+            problem = "to be the label", "set label to the name of a column"
+            if proposal.has_label:
+                problem = "to contain categories", "list at least one column under sparse"
             raise ConfigError(
-                "--schema auto: no column is likely to be the label; write the schema to a file "
-                "with `sbpflow schema`, and set label to the name of a column",
+                f"--schema auto: no column is likely {problem[0]}; write the schema to a file "
+                f"with `sbpflow schema`, and {problem[1]}",
                 *proposal.text.splitlines(),
             )
         _LOG.info("%s", proposal.text)

@@ -64,6 +64,7 @@ class Proposal:
 
     text: str
     has_label: bool
+    has_sparse: bool
 
 
 def propose(paths: Sequence[InputPath]) -> Proposal:
@@ -107,7 +108,9 @@ def _of_sample(sample: Sample) -> Proposal:
         (
             column
             for column in of_words(features, _GROUPS)
-            if column.kind in ("integer", "text") and 1 < column.distinct < 0.7 * len(frame)
+            if column.kind in ("integer", "text")
+            and not column.missing
+            and 1 < column.distinct < 0.7 * len(frame)
         ),
         None,
     )
@@ -134,7 +137,8 @@ def _of_sample(sample: Sample) -> Proposal:
     if key is not None:
         kind = "{%s: integer}" if key.kind == "integer" else "%s"
         lines.append(f"row_key: {kind % _name(key.name)}  # guess: every row has its own value")
-    return Proposal("\n".join([*lines, *_features(features)]) + "\n", label is not None)
+    lines += _features(features)
+    return Proposal("\n".join(lines) + "\n", label is not None, "sparse:" in lines)
 
 
 def _head(sample: Sample) -> list[str]:

@@ -24,7 +24,7 @@ _QUOTE = '"'
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of some files. Cells of text files are strings; empty cells are null."""
+    """The first rows of some files. Cells of text files are strings; missing cells are null."""
 
     frame: pl.DataFrame
     files: tuple[str, ...]
@@ -59,8 +59,10 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         )
     if chosen[0].is_table:
         frames = [table_head(source.path, MAX_ROWS // count) for source in chosen]
-        frame = plain_types(_joined(frames, names))
-        return Sample(frame.with_columns(pl.col(pl.Float32, pl.Float64).fill_nan(None)), names)
+        frame = plain_types(_joined(frames, names)).with_columns(
+            pl.col(pl.Float32, pl.Float64).fill_nan(None), pl.col(pl.String).replace("", None)
+        )
+        return Sample(frame, names)
     heads = [_head(source, _MAX_BYTES // count) for source in chosen]
     texts = [_utf8(source, raw) for source, (raw, _) in zip(chosen, heads, strict=True)]
     separator = _separator(texts[0])

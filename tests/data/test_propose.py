@@ -197,6 +197,9 @@ def test_a_table_without_a_likely_label_is_not_prepared(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "--schema auto: no column is likely to be the label; write the schema to a file" in error
     assert "flag: integer" in error
+    (tmp_path / "t.csv").write_text("price,click\n0.25,0\n1.5,1\n2.25,1\n")
+    assert main(["prepare", *map(str, words)]) == 2
+    assert "no column is likely to contain categories; write" in capsys.readouterr().err
 
 
 def test_other_separators_and_quotes_at_the_end_of_the_sample(tmp_path, monkeypatch):
@@ -414,6 +417,17 @@ def test_lists_of_real_numbers_are_not_categories_and_large_integers_are_shown(t
     text = propose([tmp_path / "t.parquet"]).text
     assert "1,000,000,000 to 1,000,000,029" in text
     assert "#   vector: values of type List(Float64) cannot be read" in text
+
+
+def test_empty_strings_of_parquet_are_missing_so_their_column_is_not_the_group(tmp_path):
+    columns = {"session": ["", *(f"s{n // 3}" for n in range(59))], "size": ["", *NUMBERS[1:]]}
+    frame = pl.DataFrame({**columns, "c": cycle("p", "q", "r"), "click": cycle(0, 1)})
+    frame.write_parquet(tmp_path / "t.parquet")
+    text = propose([tmp_path / "t.parquet"]).text
+    assert "size: standardise" in text
+    assert "group:" not in text
+    words = ["--input", tmp_path / "t.parquet", "--output", tmp_path / "set", "--schema", "auto"]
+    assert main(["prepare", *map(str, words)]) == 0
 
 
 def test_types_that_differ_between_files_are_named(tmp_path):
