@@ -168,7 +168,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         for name, cells in words.items()
     ]
     rest = (example for example in examples if _misfit(example)[0] not in words)
-    return advice + list(dict.fromkeys(filter(None, map(_cell_advice, rest))))
+    return advice + list(dict.fromkeys(filter(None, (_cell_advice(each, schema) for each in rest))))
 
 
 _MIN_WORDS = 3
@@ -213,7 +213,7 @@ def _rule_for(cells: Sequence[str]) -> str:
     return json.dumps(f">= {numbers[sorted(numbers)[len(numbers) // 2]]}")
 
 
-def _cell_advice(example: tuple[int, str, str, str]) -> str:
+def _cell_advice(example: tuple[int, str, str, str], schema: Schema) -> str:
     """Return advice on a cell that does not fit its column, or "" if there is none."""
     name, rule = _misfit(example)
     cell = example[3]
@@ -225,5 +225,7 @@ def _cell_advice(example: tuple[int, str, str, str]) -> str:
             f"`missing_values: [{json.dumps(cell)}]`"
         )
     if rule == NOT_A_NUMBER and re.fullmatch(NUMBER, cell.replace(",", ".", 1)):
+        if name == schema.label:
+            return f"{name}: labels must have a decimal point; replace the commas in this column"
         return f'{name}: for a decimal comma, write `decimal: ","` in its options'
     return f"{name}: {_FIXES[rule]}"

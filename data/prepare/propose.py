@@ -186,7 +186,8 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
         value = _quoted(rare)
         value = f"[{value}]" if comparison(rare) or is_wrong_comparison(rare) else value
         return f"{{{name}: {value}}}", _share(values == rare)
-    if column.kind in ("integer", "real") and 2 <= column.distinct <= 2 * _MAX_SMALL:
+    is_number = column.kind in ("integer", "real") and column.decimal == "."
+    if is_number and 2 <= column.distinct <= 2 * _MAX_SMALL:
         shares = {limit: _share(values >= limit) for limit in values.unique().sort()}
         limits = [limit for limit, share in shares.items() if share <= 0.6]
         if limits:

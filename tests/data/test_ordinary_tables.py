@@ -13,6 +13,7 @@ from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.propose import propose
 from sbpflow.data.prepare.schema_file import read_schema, schema_from
 from sbpflow.data.sample_rows import encode_sample, sample_rows
 from sbpflow.data.values import values_and_rows
@@ -429,6 +430,16 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
     (tmp_path / "t.csv").write_text(text.replace(old, new))
     assert run(tmp_path, FOREIGN.replace(old, new), tmp_path / "t.csv") == 2
     assert message in capsys.readouterr().err
+
+
+def test_labels_with_a_decimal_comma(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("rating;c\n" + "3,5;a\n4,0;b\n2,5;c\n" * 20)
+    assert "\nlabel:  #" in propose([tmp_path / "t.csv"]).text
+    schema = 'separator: ";"\nheader: true\nlabel: {rating: ">= 4"}\nsparse: {c: string}\n'
+    assert run(tmp_path, schema, tmp_path / "t.csv") == 2
+    error = capsys.readouterr().err
+    assert "rating: labels must have a decimal point; replace the commas in this column" in error
+    assert "decimal:" not in error
 
 
 @pytest.mark.parametrize(
