@@ -139,7 +139,8 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         schema.label in line.split(mark) for _, _, line, _ in examples for mark in separators
     ):
         settings.append("header: true")
-    others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
+    known = {*LABELS, schema.label}  # the name of the column is from a header
+    others = [cell for piece in staged for cell in piece.label_cells if cell not in known]
     if others and any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples):
         settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)

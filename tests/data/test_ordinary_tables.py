@@ -432,6 +432,14 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
     assert message in capsys.readouterr().err
 
 
+def test_a_header_between_rows_is_a_bad_line_and_not_a_label(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c\n0,a\n1,b\ny,c\n0,a\n")
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    error = capsys.readouterr().err
+    assert "t.csv:4: y is not 0 or 1: 'y'\n  correct these rows, or skip them with" in error
+    assert "label: {" not in error
+
+
 def test_labels_with_a_decimal_comma(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("rating;c\n" + "3,5;a\n4,0;b\n2,5;c\n" * 20)
     assert "\nlabel:  #" in propose([tmp_path / "t.csv"]).text
