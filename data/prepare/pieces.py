@@ -55,8 +55,6 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
             record = _first_record(source.path, schema.quote)
             if len(_split_first(source.path, record, schema)) == len(other_columns):
                 columns = other_columns
-    if twice := [name for name in columns if columns.count(name) > 1]:
-        raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
     labels = (schema.label, *schema.labels) if may_lack_labels else ()
     wanted = [name for name in schema.used if name not in labels]
     if absent := [name for name in wanted if name not in columns]:
@@ -75,6 +73,8 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
             f"{source.path} has no column{'s' if len(absent) > 1 else ''} {shown}; its columns "
             f"are {has}; {advice}"
         )
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
     return columns
 
 

@@ -440,6 +440,12 @@ def test_a_header_between_rows_is_a_bad_line_and_not_a_label(tmp_path, capsys):
     assert "label: {" not in error
 
 
+def test_a_file_without_the_header_is_not_said_to_name_a_column_twice(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("1,1,a\n0,2,b\n")
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    assert "has no columns 'y', 'c'; its columns are 1, 1, a; the" in capsys.readouterr().err
+
+
 def test_labels_with_a_decimal_comma(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("rating;c\n" + "3,5;a\n4,0;b\n2,5;c\n" * 20)
     assert "\nlabel:  #" in propose([tmp_path / "t.csv"]).text
