@@ -60,9 +60,8 @@ class _Search:
         batch = setting.task.batch_size
         looked_up = float((batch * setting.dims * setting.pooling).sum())
         sent = float((batch * setting.dims).sum())
-        work, *transfers, _ = setting.rows.sum(axis=0)
-        self.ms_per_lookup = float(work) / looked_up  # per element
-        self.ms_per_output = float(sum(transfers)) / sent
+        self.ms_per_lookup = float(setting.rows[:, 0].sum()) / looked_up  # per element
+        self.ms_per_output = setting.transfer_ms / sent
 
     def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
         """Return the best of at most 22 plans by the source's own cost, or None if none fits."""

@@ -74,11 +74,24 @@ class Setting:
         return tuple(numbers)
 
     @cached_property
-    def rows(self) -> Floats:
-        """Return the loads [T, 5] that whole tables add to their ranks."""
+    def _whole(self) -> list[Option]:
+        """Return each table's option that stores the table whole on one rank."""
         pairs = zip(self.problem.options, self.whole_option, strict=True)
-        chosen = [options[number] for options, number in pairs]
-        return np.stack([o.kinds[0] if o.num_shards else o.home for o in chosen])
+        return [options[number] for options, number in pairs]
+
+    @cached_property
+    def rows(self) -> Floats:
+        """Return the loads [T, 5] that whole tables add to their ranks.
+
+        The times of transfers can be negative, because a rank sends nothing to itself.
+        """
+        return np.stack([o.kinds[0] if o.num_shards else o.home for o in self._whole])
+
+    @cached_property
+    def transfer_ms(self) -> float:
+        """Return the total transfer time of whole tables, summed over all ranks, in ms."""
+        loads = [o.kinds.sum(axis=0) + self.num_ranks * o.home for o in self._whole]
+        return float(np.sum(loads, axis=0)[1:BYTES].sum())
 
     @cached_property
     def held_bytes(self) -> Floats:

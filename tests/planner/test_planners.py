@@ -28,7 +28,7 @@ from sbpflow.planner.published.embark import embark
 from sbpflow.planner.published.model_cache import load_model, save_model
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.report import as_html, as_text, report_of
-from sbpflow.planner.search.problem import Move, price_of
+from sbpflow.planner.search.problem import BYTES, Move, price_of
 from sbpflow.planner.shapes import WHOLE, plan_of, problem_of, shapes_of
 from sbpflow.planner.task import Choice, Shape
 from sbpflow.planner.workloads import POOL_LOOKUPS, pool, random_task, split_pool
@@ -111,6 +111,16 @@ def test_embark_splits_a_table_that_is_much_larger():
     changed = Setting(task, problem_of(TaskCost(PROFILE, task)))
     planned = plan_of(task, changed.problem, embark(changed))
     assert planned["t2"].shape.num_shards > 1
+
+
+def test_embark_counts_the_transfers_of_all_ranks():
+    """On 2 ranks, a whole table saves its own rank more transfers than it adds."""
+    task_setting = setting(num_tables=30, world_size=2)
+    assert task_setting.rows[:, 1:BYTES].sum() < 0
+    round_robin = price_of(task_setting.problem, task_setting.whole([0, 1] * 15))
+    assert 0 < task_setting.transfer_ms < round_robin.loads[:, 1:BYTES].sum()
+    greedy = min(price_of(task_setting.problem, plan(task_setting)).ms for plan in GREEDY.values())
+    assert price_of(task_setting.problem, embark(task_setting)).ms < 1.1 * greedy
 
 
 DREAMSHARD = dreamshard.Amount(iterations=1, placements=2, cost_steps=3)
