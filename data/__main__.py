@@ -106,12 +106,12 @@ def _schema_of(args: argparse.Namespace) -> Schema:
 
         proposal = propose(args.input)
         if not (proposal.has_label and proposal.has_sparse):
-            problem = "to be the label", "set label to the name of a column"
+            role, remedy = "to be the label", "set label to the name of a column"
             if proposal.has_label:
-                problem = "to contain categories", "list at least one column under sparse"
+                role, remedy = "to contain categories", "list at least one column under sparse"
             raise ConfigError(
-                f"--schema auto: no column is likely {problem[0]}; write the schema to a file "
-                f"with `sbpflow schema`, and {problem[1]}",
+                f"--schema auto: no column is likely {role}; write the schema to a file with "
+                f"`sbpflow schema`, and {remedy}",
                 *proposal.text.splitlines(),
             )
         _LOG.info("%s", proposal.text)

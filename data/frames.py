@@ -134,10 +134,11 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
 
 def _unreadable_column(data: Frame) -> str:
     """Return text that names the first column that cannot be read, or "" if every column can."""
-    names = list(getattr(data, "columns", ()))
+    is_arrow = hasattr(data, "column_names")
+    names = list(data.column_names if is_arrow else getattr(data, "columns", ()))
     for name in names if len(set(names)) == len(names) else ():
         try:
-            pl.DataFrame(data[[name]])
+            pl.DataFrame(data.select([name]) if is_arrow else data[[name]])
         except _UNREADABLE:
             return f"column {name!r}: "
     return ""

@@ -274,7 +274,7 @@ def _transforms(manifest: Manifest) -> list[Any]:
     fitted = content.get("fitted", {})
     clips = {each["name"]: each["clip"] for each in content.get("schema", {}).get("numbers", ())}
     return [
-        (name := entry["name"], entry["transform"], fitted.get(name), clips.get(name))
+        (name := entry["name"], entry.get("transform"), fitted.get(name), clips.get(name))
         for entry in content["dense"]
     ]
 

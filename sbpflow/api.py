@@ -276,15 +276,16 @@ class _Rows(NamedTuple):
 
 
 def _series(values: object) -> pl.Series:
+    problem = ConfigError(
+        "values must be a column or a list of values of one type, such as [7, -3], got "
+        f"{brief(values)}"
+    )
+    if isinstance(values, str | bytes):  # Polars would use a string as the name of an empty column
+        raise problem
     try:
-        if isinstance(values, str):  # Polars would use it as the name of an empty column
-            raise TypeError
         return pl.Series(cast("Any", values))
     except TypeError as error:
-        raise ConfigError(
-            "values must be a column or a list of values of one type, such as [7, -3], got "
-            f"{brief(values)}"
-        ) from error
+        raise problem from error
 
 
 def _check_alone() -> None:

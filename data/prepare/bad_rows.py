@@ -139,8 +139,9 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         schema.label in line.split(mark) for _, _, line, _ in examples for mark in separators
     ):
         settings.append("header: true")
-    known = {*LABELS, schema.label}  # the name of the column is from a header
-    others = [cell for piece in staged for cell in piece.label_cells if cell not in known]
+    others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
+    if set(others) <= {schema.label}:  # a repeated header has the name of the column
+        others = []
     if others and any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples):
         settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
@@ -218,7 +219,7 @@ def _cell_advice(example: tuple[int, str, str, str], schema: Schema) -> str:
     """Return advice on a cell that does not fit its column, or "" if there is none."""
     name, rule = _misfit(example)
     cell = example[3]
-    if not rule or not cell:
+    if not rule or not cell or cell == name:  # the name of a column is from a repeated header
         return ""
     if rule != NOT_A_TIME and not re.search("[0-9]", cell):
         return (

@@ -124,6 +124,8 @@ def _kind(values: pl.Series) -> _Kind:
     if kind == pl.Boolean:
         return _Kind("boolean", values.cast(pl.String))
     if kind.is_integer() and kind in COLUMN_TYPES:
+        if kind == pl.Int128 and not values.is_between(-(2**63), 2**64 - 1).all():
+            return _Kind("real", values.cast(pl.Float64))  # no kind of category can hold these
         if _is_large(values):
             return _Kind("text", values.cast(pl.String))
         return _Kind("integer", values)

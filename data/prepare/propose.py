@@ -177,7 +177,8 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
     None if the column cannot be the label.
     """
     name, values = _name(column.name), column.values
-    if column.kind in ("integer", "real") and set(values.unique()) <= {0, 1}:
+    is_number = column.kind in ("integer", "real") and column.decimal == "."
+    if is_number and set(values.unique()) <= {0, 1}:
         return (name, _share(values == 1)) if column.distinct == 2 else None
     if column.kind == "boolean" and column.distinct == 2:
         return name, _share(values.str.to_lowercase().is_in(["true", "1", "1.0"]))
@@ -186,7 +187,6 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
         value = _quoted(rare)
         value = f"[{value}]" if comparison(rare) or is_wrong_comparison(rare) else value
         return f"{{{name}: {value}}}", _share(values == rare)
-    is_number = column.kind in ("integer", "real") and column.decimal == "."
     if is_number and 2 <= column.distinct <= 2 * _MAX_SMALL:
         shares = {limit: _share(values >= limit) for limit in values.unique().sort()}
         limits = [limit for limit, share in shares.items() if share <= 0.6]

@@ -48,6 +48,7 @@ _INTEGER, _REAL, _NAN, _INFINITE, _KEY = (
 )
 _HEX = re.compile(KEY_PATTERNS["hex"])
 _ALL_BITS = (1 << 64) - 1
+_DECIMAL_DIGITS = 38  # maximum number of digits of decimals in Parquet and Arrow files
 _INT32, _INT64, _UINT32 = range(-(1 << 31), 1 << 31), range(-(1 << 63), 1 << 63), range(1 << 32)
 
 
@@ -107,7 +108,8 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
     """
     if isinstance(cell, Decimal):  # ``prepare`` also reads decimals with a point as float64
         exponent = cell.as_tuple().exponent
-        cell = int(cell) if isinstance(exponent, int) and exponent >= 0 else float(cell)
+        is_whole = isinstance(exponent, int) and 0 <= exponent <= _DECIMAL_DIGITS
+        cell = int(cell) if is_whole else float(cell)
     if isinstance(cell, int | float):
         cell = _number_text(cell, kind)
         if isinstance(cell, int):

@@ -59,8 +59,16 @@ def test_fit_refuses_options_of_prepare_that_its_arguments_replace(
         fit(tmp_path / "run", data, prepare=prepare)
 
 
+def test_an_arrow_table_that_cannot_be_read_is_refused(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    twice = arrow.table([[1, 2], [3, 4]], names=["user", "user"])
+    with pytest.raises(DataError, match=r"^data cannot be read as a table: "):
+        fit(tmp_path / "run", twice)
+
+
 def test_a_column_of_arrays_of_several_types_is_refused(tmp_path):
     arrays = [np.array(["a"]), np.array([])]  # NumPy's type of an empty list is float64
     table = rows(2).assign(tags=arrays)
-    with pytest.raises(DataError, match=r"^data cannot be read as a table: .* a single type$"):
+    message = r"^data cannot be read as a table: column 'tags': .* a single type$"
+    with pytest.raises(DataError, match=message):
         fit(tmp_path / "run", table)

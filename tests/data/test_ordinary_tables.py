@@ -440,6 +440,12 @@ def test_a_header_between_rows_is_a_bad_line_and_not_a_label(tmp_path, capsys):
     assert "label: {" not in error
 
 
+def test_a_label_may_have_the_name_of_its_column(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("click,c\n" + "click,a\nskip,b\nskip,b\n" * 20)
+    assert run(tmp_path, HEAD + "label: click\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    assert 'label: {click: "click"}' in capsys.readouterr().err
+
+
 def test_a_file_without_the_header_is_not_said_to_name_a_column_twice(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("1,1,a\n0,2,b\n")
     assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
@@ -447,8 +453,10 @@ def test_a_file_without_the_header_is_not_said_to_name_a_column_twice(tmp_path, 
 
 
 def test_labels_with_a_decimal_comma(tmp_path, capsys):
-    (tmp_path / "t.csv").write_text("rating;c\n" + "3,5;a\n4,0;b\n2,5;c\n" * 20)
-    assert "\nlabel:  #" in propose([tmp_path / "t.csv"]).text
+    for cells in (("1,0", "0,0", "0,0"), ("3,5", "4,0", "2,5")):
+        lines = "".join(f"{cell};{name}\n" for cell, name in zip(cells, "abc", strict=True))
+        (tmp_path / "t.csv").write_text("rating;c\n" + lines * 20)
+        assert "\nlabel:  #" in propose([tmp_path / "t.csv"]).text
     schema = 'separator: ";"\nheader: true\nlabel: {rating: ">= 4"}\nsparse: {c: string}\n'
     assert run(tmp_path, schema, tmp_path / "t.csv") == 2
     error = capsys.readouterr().err

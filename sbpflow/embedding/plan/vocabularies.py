@@ -207,7 +207,7 @@ def _check_table(table: TableConfig, config: TableLayout) -> None:
             "ranks; use S(0) or S(1) (parallel.scheme: 1, 2, or 3, or sbp in parallel.tables)"
         )
     elif list(layout.placement.ranks) != sorted(layout.placement.ranks):
-        # Hosts with interleaved ranks have no other order.
+        # The hosts set the order of a layout of two levels.
         fix = "use sbp: S(0)" if is_two_level(layout) else "list them in ascending order"
         problem = f"layout {layout} has its ranks out of order; {fix}"
     if problem:

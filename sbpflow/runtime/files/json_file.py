@@ -2,8 +2,8 @@
 
 ``json.loads`` alone accepts NaN and deep nesting, turns large numbers into infinity, keeps only the
 last value of a repeated key, and returns numbers and strings that cause errors only when they are
-used. Callers must still check the
-structure of the values. ``read_text`` reads, for example, files with one JSON value per line.
+used. Callers must still check the structure of the values. ``read_text`` reads, for example, files
+with one JSON value per line.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from typing import Any, NoReturn, cast
 
 from sbpflow.errors import StoreError
@@ -153,12 +154,11 @@ def _is_deep(value: object) -> bool:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise JsonError(f"the key {twice[:40]!r} appears twice; remove one of them")
-    return found
+    return value
 
 
 def _refuse_constant(text: str) -> NoReturn:
