@@ -1,5 +1,7 @@
 """Tests that the meaning of a cell does not depend on neighboring rows, in text and in Parquet."""
 
+from decimal import Decimal
+
 import polars as pl
 import pytest
 
@@ -8,7 +10,7 @@ from sbpflow.data.prepare import lists
 from sbpflow.data.prepare.parse import parse_piece
 from sbpflow.data.prepare.source import find_inputs
 from sbpflow.data.prepare.tables import table_piece
-from sbpflow.serving import columns
+from sbpflow.serving import cells, columns
 from tests.data.rows import run_prepare, text_rows, write_rows
 
 ROWS = text_rows(20)
@@ -129,3 +131,8 @@ def test_weights_of_values_are_real_numbers_in_prepare_and_in_bundles(weight, fi
     else:
         with pytest.raises(columns.RowError, match="not a finite number"):
             columns.read_list(entry, {"c": cells})
+
+
+def test_a_decimal_with_a_million_digits_is_refused_quickly():
+    with pytest.raises(cells.Misfit):
+        cells.key_of(Decimal("1e1000000"), "integer")

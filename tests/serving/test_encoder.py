@@ -185,8 +185,6 @@ def test_decimals_are_read_as_by_prepare(kind, scale):
     assert [found(cells.real_number, v) for v in values] == series.cast(pl.Float64).to_list()
     keys = key_of(series, kind)
     assert scale or kind == "hex" or int(keys[2]) == 2**53 + 1
-    with pytest.raises(cells.Misfit):  # quickly, although the integer has a million digits
-        cells.key_of(Decimal("1e1000000"), kind)
     misfit = (series.is_not_null() & keys.is_null()).to_list()
     if kind == "string":
         keys = with_string_keys(keys.to_frame(), ["c"])["c"]
