@@ -1,4 +1,6 @@
-"""Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
+"""Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices, a small
+generated set, and a folder in memory.
+"""
 
 import gc
 import os
@@ -136,6 +138,17 @@ def rehearsed_ranks(
             return run(world_size, perform, fn, *args)
 
         yield rehearse
+
+
+@pytest.fixture(scope="session")
+def synth_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return 6,000 generated rows with small vocabularies and the default crosses."""
+    from sbpflow.data.__main__ import main
+
+    folder = tmp_path_factory.mktemp("synth") / "set"
+    words = ["synth", "--rows", "6000", "--vocab-scale", "0.0005", "--output", str(folder)]
+    assert main(words) == 0
+    return folder
 
 
 @pytest.fixture

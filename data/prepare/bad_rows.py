@@ -140,9 +140,9 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     ):
         settings.append("header: true")
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
-    if set(others) <= {schema.label}:  # a repeated header has the name of the column
-        others = []
-    if others and any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples):
+    is_header = set(others) == {schema.label}  # a repeated header has the name of the column
+    not_0_or_1 = any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples)
+    if others and not_0_or_1 and not is_header:
         settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:

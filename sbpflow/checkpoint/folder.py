@@ -39,7 +39,7 @@ def step_folder(folder: AnyPath, step: int) -> AnyPath:
 
 def data_folder(checkpoint: AnyPath) -> AnyPath:
     """Return the folder next to a checkpoint with the manifest and vocabularies of its data; raise
-    CheckpointError if there is no such folder.
+    CheckpointError if this folder does not exist.
     """
     folder = checkpoint.parent / DATA_FOLDER
     if not folder.is_dir():

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tests.training.conftest import synth_set  # noqa: F401 -- a fixture
 from tests.training.test_run import CONFIG
 
 
@@ -34,11 +33,7 @@ def run_of_one_rank(world, arguments):
 
 @pytest.mark.parametrize(("table_dtype", "graph"), [("float32", "false"), ("bfloat16", "true")])
 def test_memory_mapped_run_adds_no_waits_to_steps(
-    rehearsed_ranks,
-    synth_set,  # noqa: F811
-    tmp_path,
-    table_dtype,
-    graph,
+    rehearsed_ranks, synth_set, tmp_path, table_dtype, graph
 ):
     arguments = [
         f"data.path={synth_set}",

@@ -28,7 +28,6 @@ from sbpflow.serving.deltas import bundles_in, delta_folder, digest_of, newest_b
 from sbpflow.serving.scorer import Tensors, load
 from tests import deadlines
 from tests.quick import quick
-from tests.training.conftest import synth_set  # noqa: F401 (a fixture)
 from tests.training.test_resume import CONFIG, words
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +35,7 @@ OPTIONS = ("checkpoint.every=2", "checkpoint.deltas=4", "checkpoint.keep=50")
 
 
 @pytest.fixture(scope="module")
-def run(synth_set, tmp_path_factory) -> Path:  # noqa: F811
+def run(synth_set, tmp_path_factory) -> Path:
     """Return a run with full checkpoints of steps 2 and 12, and deltas of 4 to 10 and 14 to 20."""
     folder = tmp_path_factory.mktemp("followed")
     assert train.main(["--config", CONFIG, *words(synth_set, folder, *OPTIONS)]) == 0
@@ -303,7 +302,7 @@ def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
     url.remove_tree()
 
 
-def test_exports_into_a_bundle_or_checkpoints_are_refused(run, synth_set, tmp_path):  # noqa: F811
+def test_exports_into_a_bundle_or_checkpoints_are_refused(run, synth_set, tmp_path):
     bundle = tmp_path / "model"
     bundle.mkdir()
     (bundle / "model.json").touch()
@@ -347,7 +346,7 @@ def test_other_files_at_a_url_are_not_removed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F811
+def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):
     more = [f"export={{dir: {tmp_path / 'out'}, every_seconds: 0, deltas: 4}}"]
     command = [sys.executable, "-m", "sbpflow", "train", "--config", CONFIG]
     done = deadlines.run(
@@ -367,7 +366,7 @@ def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-def test_export_in_a_run_needs_checkpoints_with_deltas(synth_set, tmp_path):  # noqa: F811
+def test_export_in_a_run_needs_checkpoints_with_deltas(synth_set, tmp_path):
     for more, text in (
         ("checkpoint.every=0", "because checkpoint.every is 0"),
         (

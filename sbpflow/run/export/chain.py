@@ -236,11 +236,10 @@ def _write_delta(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, changed in rows.items():
         saved = checkpoint.saved(f"tables/{name}")
+        row_format = _format_of(tables[name], saved.dtype)
         row = torch.zeros(1, *saved.shape[1:], dtype=saved.dtype)
         tensors[f"tables/{name}/rows"] = torch.int64, (len(changed),)
-        for suffix, part in to_stored(
-            name, row, [0], _format_of(tables[name], saved.dtype)
-        ).items():
+        for suffix, part in to_stored(name, row, [0], row_format).items():
             tensors[f"tables/{name}{suffix}"] = part.dtype, (len(changed), *part.shape[1:])
     weights = {f"dense/{name}" for name in last.content["graph"]["weights"].values()}
     dense = {name: saved for name, saved in checkpoint.tensors.items() if name in weights}
