@@ -64,6 +64,21 @@ def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
             pass
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects the tests of -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test marked ``few(n)`` as slow, except n evenly spaced ones."""
+    tests: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few and not item.get_closest_marker("slow"):
+            tests.setdefault((item.nodeid.split("[")[0], few.args[0]), []).append(item)
+    for (_, n), cases in tests.items():
+        kept = {index * (len(cases) - 1) // max(1, n - 1) for index in range(n)}
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """Exempt the thousands of collected tests from garbage collection."""
     gc.collect()

@@ -205,6 +205,7 @@ def folder(ranks, chain, memory) -> Path:
     return shutil.copytree(chain(ranks, "rows"), memory / "copy")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "deep"), [(1, UNIQUE), (2, COLUMNS), (3, REDUCE)])
 def test_deltas_are_restored_in_other_layouts(ranks, folder, size, deep):
     case = replace(CHAINS["rows"][0], deep=deep)
@@ -224,6 +225,7 @@ def test_compacting_gives_a_full_checkpoint(folder, capsys):
     assert [path.name for path in list_checkpoints(chain)] == ["step-30"]
 
 
+@pytest.mark.slow
 def test_commands_follow_the_chain(folder, capsys):
     chain = folder / "deltas"
     assert checkpoint(["ls", str(chain)]) == 0

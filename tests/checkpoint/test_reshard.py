@@ -14,7 +14,7 @@ from benchmarks.reshard import (
 )
 from sbpflow.checkpoint.read import open_checkpoint
 
-SAMPLE = cases(seed=5, count=14, before=3, after=4)
+SAMPLE = cases(seed=5, count=5, before=3, after=4)
 
 
 def test_runs_resume_under_another_layout(ranks, memory):

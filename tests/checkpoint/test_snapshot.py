@@ -49,6 +49,7 @@ def make_storage(kernel):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
 def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypatch):
@@ -190,6 +191,7 @@ def train_while_saving(world: World, folder, case: Case, tight: bool):
     return taken, niceness(), spilled
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("scheme", ["3", "mixed"])
 def test_background_saves_equal_blocking_saves(ranks, memory, scheme, tight):

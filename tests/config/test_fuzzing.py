@@ -98,6 +98,7 @@ def test_any_value_of_any_key_passes_or_is_refused(name, value):
     refusal_of(words(name, KEYS[name], value))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", quick(range(8), lambda n: n < 3))
 def test_every_key_with_difficult_values(part):
     """Test each key with three random values."""
@@ -164,6 +165,7 @@ def test_messages_name_the_limits(word, message):
     assert re.search(message, refusal_of([word], plan=True))
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("value", VALUES)
 def test_files_are_read_like_overrides(value, tmp_path):
     file = tmp_path / "file.yaml"
@@ -190,6 +192,7 @@ MANY = 10_000
 PAIRS = [f"[a{n}, b]" for n in range(MANY)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "text",
     quick(

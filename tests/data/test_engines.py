@@ -120,6 +120,7 @@ def test_workers_started_here_share_the_cpus_and_keep_freed_memory(engine):
     assert found == {("1", KEEP_FREED_MEMORY["MALLOC_TRIM_THRESHOLD_"], os.nice(0))}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["ratio:0.6,0.2,0.2", "file:val=day_3*,test=day_4*"])
 def test_the_set_does_not_depend_on_workers_and_groups(tables, tmp_path, monkeypatch, split):
     rule = {"split": parse_split(split)}
@@ -171,6 +172,7 @@ def test_the_partial_file_of_a_late_copy_of_a_task_is_removed(tables, clean, tmp
     assert folder_bytes(tmp_path / "set") == clean
 
 
+@pytest.mark.slow
 def test_encoding_and_growing_run_on_processes(tables, tmp_path):
     prepare(options_of(tables, tmp_path / "old", spare=0.2))
     for words in (["encode"], ["prepare", "--grow", "--split", "time:1,0,0"]):

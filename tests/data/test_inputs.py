@@ -201,6 +201,7 @@ def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
     assert refusals > 30
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("split", "message"),
     [
@@ -314,6 +315,7 @@ def test_an_impossible_schema_gives_one_message(tmp_path, capsys, source, schema
     assert message in refused(capsys, tmp_path / "set", *arguments, *crosses)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "command",
     [

@@ -19,6 +19,7 @@ from tests.data.conftest import make_set
 from tests.data.rows import ROOT, run_prepare, text_rows, write_rows
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_set_replaced_during_a_read_is_refused(tmp_path, backend):
     source = write_rows(tmp_path / "rows.tsv", text_rows(600))

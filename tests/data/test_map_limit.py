@@ -83,6 +83,7 @@ def test_batches_equal_those_of_large_shards_with_few_maps(
     assert num_mapped(tiny_shards.path) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shuffle", quick(SHUFFLES, lambda n: n % 2 == 0))
 def test_lists_and_side_columns_in_unmapped_files(

@@ -72,6 +72,7 @@ def counted(monkeypatch):
     return calls
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_only_missing_parts_are_made_again(tmp_path, monkeypatch, source, clean, step):
     work = stopped_at(monkeypatch, step, tmp_path / "set", source)

@@ -152,6 +152,7 @@ def test_any_range_gives_the_same_rows(generator, generated):
         assert parts == {}
 
 
+@pytest.mark.slow
 def test_the_set_is_reproducible_and_depends_on_the_seed(generated, tmp_path):
     again = SynthOptions(output=tmp_path / "again", workers=1, **SMALL)
     synth(again)
@@ -411,6 +412,7 @@ def test_a_number_out_of_range_gives_key_value_and_rule(tmp_path, capsys, key, v
     assert any(rule in error for rule in ("must be between", "twice", "for example", "such as"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -371,6 +371,7 @@ def _half(*arguments):
 STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.npy"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("place", "kinds"),
     quick(

@@ -74,6 +74,7 @@ def test_conversions_give_equal_parts(ranks, dtype):
             assert torch.equal(part, same)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_tables_train_to_equal_bits(ranks, exchange):
     """Transfer ids, lists of unequal lengths, single rows, and gradients of rows."""

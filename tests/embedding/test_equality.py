@@ -93,6 +93,7 @@ def check(ranks, world_size: int, case: Case, tolerance: float = 1e-12) -> list[
     return results
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     ("world_size", "scheme", "optimizer"),
     quick(product([1, 2, 3, 4], SCHEMES, OPTIMIZERS), lambda n: n % 3 == 0),
@@ -101,6 +102,7 @@ def test_scheme_equals_the_reference(ranks, world_size, scheme, optimizer):
     check(ranks, world_size, make_case(*SCHEMES[scheme], optimizer))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiled_kernels_equal_the_reference(ranks, scheme, optimizer):

@@ -230,6 +230,7 @@ def test_transfers_of_keys_stay_within_their_bounds(ranks):
         assert all(0 < sent <= bound for sent, bound in transfers.values()), transfers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("layout", "size"), diagonal(list(LAYOUTS), [3, 2]))
 def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, layout):
     deep, wide = LAYOUTS[layout]
@@ -248,6 +249,7 @@ def test_two_hops_do_not_change_results(ranks, alone, tmp_path, ranks_of_hosts):
     check_as_alone(ranks, alone, sum(map(len, ranks_of_hosts)), case, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "wide", [Spec("S(1)", "columns"), Spec("S(0)", "unique", ranks=(0, 2))], ids=str
 )
@@ -257,6 +259,7 @@ def test_grids_of_rows_and_columns_do_not_change_results(ranks, alone, tmp_path,
     check_as_alone(ranks, alone, 4, case, tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
 def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
     case = replace(CASE, growth=EVICTING, ahead=ahead)
@@ -276,6 +279,7 @@ def test_eight_ranks(ranks, alone, tmp_path):
     check_as_alone(ranks, alone, 8, replace(CASE, growth=EVICTING, ahead=2), tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rule", "kernel"),
     diagonal(["sgd", "rowwise_adagrad", "lazy_adam", "ftrl"], ["torch", "numba"]),
@@ -286,6 +290,7 @@ def test_optimizers_and_clipping(ranks, alone, tmp_path, rule, kernel):
     check_as_alone(ranks, alone, 2, replace(case, deep=LAYOUTS["columns"][0]), tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kernel", "spec"),
     [
@@ -308,6 +313,7 @@ def test_accumulated_batches_train_growing_tables_equally(ranks, alone, tmp_path
     check_as_alone(ranks, alone, 2, case, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_batches_canceled_within_a_step_do_not_change_results(ranks, alone, tmp_path, size):
     case = replace(CASE, growth=EVICTING, accumulate=3, ahead=4)
@@ -374,6 +380,7 @@ def interrupted(world, case, folder):
     again.saver(folder / "again").save(24, {})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, size):
     optimizer = sparse_optimizer("lazy_adam", lr=0.05)
@@ -407,6 +414,7 @@ def test_cached_tables_grow(ranks, alone, tmp_path, kind):
     check_equal(one_folder / "step-24", tmp_path / "step-24", atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shares", [(SHARE, None), (None, SHARE), (SHARE, 0.0004)])
 def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
     case = replace(CASE, growth=EVICTING, ahead=4)

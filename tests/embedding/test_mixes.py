@@ -204,6 +204,7 @@ FBGEMM_CASES = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("exchange", "rule"), FBGEMM_CASES, ids=lambda value: getattr(value, "name", value)
 )
@@ -217,6 +218,7 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     check(ranks, mix, 2e-5, rtol=1e-6)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("comm_dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-2)]
 )
@@ -228,6 +230,7 @@ def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, toler
     check(ranks, mix, tolerance)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
@@ -239,6 +242,7 @@ def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
     check(ranks, mix, tolerance)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("exchange", "kernel"), diagonal(list(EXCHANGES), ["auto", "torch"]))
 def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     few = (13, 8, 0, 17, 5, 1, 9, 4, 12, 3)
@@ -429,6 +433,7 @@ def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
     return [(len(store.held), store.most, store.calls) for store in watched]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_are_leased_from_announcement_to_release(ranks, exchange, accumulate):

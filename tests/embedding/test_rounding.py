@@ -76,6 +76,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)

@@ -40,6 +40,7 @@ def _add_scaled_in_loop(out, rows, scale, keep):
         out[1, k] = fma(rows[2, k], scale, out[1, k] * keep)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("width", [0, 1, 3, 4, 7, 8, 12, 15, 16, 17, 31, 44, 64, 95])
 def test_rows_are_copied_added_and_scaled(width, dtype):
@@ -90,6 +91,7 @@ def _by_loops(out, rows, at, scales, to_rows):
                 out[i, k] += rows[j, k]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("index", [np.int32, np.int64])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("width", [0, 1, 7, 8, 16, 31, 64, 95])

@@ -147,6 +147,7 @@ def test_a_slow_server_does_not_bring_back_old_rows():
         released.set()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("word", "words"),
     quick(

@@ -84,6 +84,7 @@ def test_device_numbers_give_equal_rounding():
     assert torch.equal(made[0].weights, made[1].weights)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_triton_gives_equal_steps_with_device_numbers(rule):
     pytest.importorskip("triton")

@@ -40,6 +40,7 @@ def kernel_of(name, rule, rows_as, slots=None):
     )  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("form", ["single", "bags"])
 @pytest.mark.parametrize("rows_as", [None, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm", "triton"])
@@ -176,6 +177,7 @@ def both_ways(world, mix, slots):
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("exchange", "accumulate"), diagonal(["columns", "reduce", "unique", UNIQUE_COLUMNS], [1, 2])
 )

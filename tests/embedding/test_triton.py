@@ -116,6 +116,7 @@ def test_runs_group_positions_of_equal_rows(case, width):
         assert keys[stop : stop + 1] != [keys[at]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=3, deadline=None)
 @given(

@@ -93,6 +93,7 @@ def on_hosts(world, hosts, fn, *args):
         world.topology, world._shared, world._links = usual, shared, links
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 def test_grid_equals_the_reference(ranks, grid, kernel):

@@ -20,8 +20,7 @@ from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
-# Buckets at both ends and in the middle, and buckets whose idle keys are evicted after batches 8
-# to 24.
+# Buckets at both ends, in the middle, and some whose idle keys are evicted after batches 8 to 24.
 BUCKETS = (0, 130, 200, 260, 330, 390, 8191, 8192, NUM_BUCKETS - 1)
 NO_COUNTS = np.empty(0, np.int64)
 
@@ -203,6 +202,7 @@ GROWTHS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("growth", GROWTHS, ids=str)
 @pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
 def test_decisions_do_not_depend_on_the_lookahead(growth, ahead):

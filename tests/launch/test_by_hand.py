@@ -104,6 +104,7 @@ def test_a_port_in_use_is_reported_with_a_remedy(tmp_path, taken_port):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_single_rank_needs_no_rendezvous_address(tmp_path):
     address = {"MASTER_ADDR": "nope", "MASTER_PORT": "abc"}
     process = start("world", tmp_path, RANK=0, WORLD_SIZE=1, TIMEOUT_S=5, **address)

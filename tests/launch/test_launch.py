@@ -234,6 +234,7 @@ run_main(lambda: dispatch("prog", {{"show": show}}, ["show"]))
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_program_can_start_several_worlds_in_turn(tmp_path):
     script = """
         import torch

@@ -102,6 +102,7 @@ def test_scheme_1_trains_like_the_twin(ranks, world_size, name):
     check(ranks, world_size, name, config_of(name, "1"), STEPS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize(
     ("world_size", "scheme", "name"),
@@ -114,12 +115,14 @@ def test_schemes_on_more_ranks_train_like_the_twin(ranks, world_size, scheme, na
     check(ranks, world_size, name, config_of(name, scheme), steps)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mixed_plan_trains_like_the_twin(ranks, name, steps):
     check(ranks, 3, name, config_of(name, "2", tables=MIXED), steps)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_split_parameters_train_like_the_twin(ranks, name, steps):

@@ -30,6 +30,7 @@ def config_with(name, scheme, *, dtype="float32", **options):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(MODELS, lambda n: n == 2))
 def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
     """The losses are close to float32 losses but not equal; 1 and 3 ranks round the same
@@ -83,6 +84,7 @@ def dtypes_of_one_step(world, name):
 HALF, WHOLE = ("torch.bfloat16",) * 2, ("torch.float32",) * 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "whole", "half"),
     [

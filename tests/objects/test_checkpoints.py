@@ -62,6 +62,7 @@ def value_of(folder, step):
     return float(open_checkpoint(step_folder(folder, step)).tensor(NAME, slice(-1, None)))
 
 
+@pytest.mark.few(1)
 def test_checkpoints_are_saved_listed_and_removed(folder):
     for step in (2, 4, 10):
         save(folder, step, step)

@@ -49,6 +49,7 @@ def allocated_and_counted(world, name, shape, comm_dtype):
     return allocated_bytes(run), count_work(sample.task, plan)[world.rank, BUFFERS]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "shape", "dtype"), quick(CASES, lambda n: n % 8 in (1, 2)))
 def test_buffers_are_counted_as_ranks_allocate_them(ranks, name, shape, dtype):
     tables, _, dim, _, batch_size = shape

@@ -61,6 +61,7 @@ def calibrate_twice(world, path):
     return counts, profile is not None
 
 
+@pytest.mark.slow
 def test_a_second_calibration_repeats_no_measurement(ranks, tmp_path):
     path = tmp_path / "measured.jsonl"
     (counts, first), (_, second) = ranks(2, calibrate_twice, path)

@@ -254,6 +254,7 @@ def test_plans_to_measure_differ_and_include_homogeneous_ones():
     assert list(to_measure(make_plan("size", cost), 4)) == ["size 1"]
 
 
+@pytest.mark.slow
 def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     task_setting = setting(6, 2, device_bytes=(30_000_000,) * 2)
     cost = TaskCost(PROFILE, task_setting.task)

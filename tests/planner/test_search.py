@@ -200,6 +200,7 @@ def keys_by_ranks(ranks):
     return ((GROUPS, f"rows on {ranks!r}"),)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("seed", "ms", "ms_without"), [(0, 0.556, 0.580), (1, 0.550, 0.571)])
 def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
     seed, ms, ms_without
@@ -287,6 +288,7 @@ def test_the_bound_leaves_out_options_that_no_better_plan_has():
     assert gap < bound(cheap, result.priced.ms).gap
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slack", [None, 1.4])
 @pytest.mark.parametrize(("tables", "size"), quick([(12, 3), (40, 8), (60, 16)], lambda n: n == 0))
 def test_no_table_of_a_report_has_a_better_place(tables, size, slack):

@@ -46,6 +46,7 @@ def test_the_search_reaches_the_optimum_and_no_plan_is_faster_than_the_bound(sla
             assert bound(problem, plan_ms, branch=branch).ms <= best * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_options_that_the_bound_drops_are_in_no_better_plan():
     problem = make_problem(4, 4, seed=4, slack=1.5, ranks_per_link=2)
     prices = [(plan, price_of(problem, plan)) for plan in all_plans(problem)]

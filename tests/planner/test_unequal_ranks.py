@@ -68,6 +68,7 @@ def test_the_search_reaches_the_optimum_and_no_plan_is_faster_than_the_bound(see
                 assert bound(problem, plan_ms, branch=branch).ms <= best * (1 + 1e-9), number
 
 
+@pytest.mark.slow
 def test_options_that_the_bound_drops_are_in_no_better_plan():
     for equal in problems(5):
         problem = unequal(equal, SPEEDS)
@@ -120,6 +121,7 @@ def test_the_prediction_equals_the_price_of_the_search():
         assert cost.predict(planned.plan).step_ms == pytest.approx(planned.priced.ms, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_planner_that_knows_the_speeds_gives_a_slow_rank_less_work():
     task = random_task(3, num_tables=26, world_size=4, held_out=True, batch_size=65536)
     slow = TaskCost(described("h100-dgx"), replace(task, speeds=(1.0, 1.0, 1.0, 0.1)))
@@ -162,6 +164,7 @@ def test_the_bound_counts_the_fixed_work_of_a_very_slow_rank():
     assert lower.gap < 1.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("speed", [0.5, 2.0])
 def test_equal_speeds_lead_to_the_plan_for_equal_ranks(speed):
     task = random_task(4, num_tables=20, world_size=4, held_out=True)

@@ -86,6 +86,7 @@ def check(found, budget: Budget) -> None:
         assert ops <= budget.ops, summary
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("budget", "sparse"), diagonal(list(BUDGETS), ["lazy_adam", "rowwise_adagrad"]), ids=str
 )
@@ -100,6 +101,7 @@ def test_step_stays_within_its_budget(rehearsed_ranks, budget, sparse):
 LAID_OUT = {"3": 80, "dp": 110}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
 def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
@@ -209,6 +211,7 @@ def ragged_step(world, mix):
     return len(second.syncs), len(second.late_reads), second.num_ops, second.summary()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("exchange", "ranks"), diagonal(list(EXCHANGES), [1, 2, 3]))
 def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], batch_sizes=(13, 14, 16), dtype=torch.float32)
@@ -240,6 +243,7 @@ def ops_by_repetition(world, config):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "scheme"),
     quick([(1, "1"), (2, "1"), (2, "2"), (2, "3"), (2, "dp")], lambda n: n in (0, 3, 4)),

@@ -28,6 +28,7 @@ def test_dropout_matches_its_counted_masks(rehearsed_ranks):
     conversions.test_dropout_matches_its_counted_masks(rehearsed_ranks)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dtype", "world_size"),
     diagonal(["float64", "float32", "bfloat16", "int64", "int32", "int16"], [2, 3]),
@@ -51,6 +52,7 @@ def test_partial_to_split_is_one_reduce_scatter(rehearsed_ranks):
     conversions.test_partial_to_split_is_one_reduce_scatter(rehearsed_ranks)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layouts", conversions.LAYOUTS.values(), ids=conversions.LAYOUTS)
 def test_wide_and_deep_can_be_written_with_ops(rehearsed_ranks, layouts):
     conversions.test_wide_and_deep_equals_one_rank(rehearsed_ranks, layouts)
@@ -61,6 +63,7 @@ def test_one_rank_matches_the_reference(rehearsed_ranks, sparse):
     training.test_one_gpu_trains_like_the_reference_in_float64(rehearsed_ranks, sparse)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scheme", "sparse"),
     [

@@ -252,6 +252,7 @@ def test_gradients_of_several_ranks_leave_the_graph(rehearsed_ranks):
     check(rehearsed_ranks(2, both_ways, config))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", sorted({*MODELS} - {"wdl", "dcnv2"}))
 def test_interactions_and_norms_can_be_captured(rehearsed_ranks, name):
     check(rehearsed_ranks(1, both_ways, with_graph(config_with(name, "1")), 1, 3))

@@ -23,6 +23,7 @@ def turns(each, others, count):
     ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("world_size", "scheme", "optimizer"),
     [
@@ -43,6 +44,7 @@ def test_uneven_shards_on_some_ranks_equal_the_reference(rehearsed_ranks):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("world_size", "exchange", "rule"),
     [
@@ -56,6 +58,7 @@ def test_lists_and_weights_equal_the_reference(rehearsed_ranks, world_size, exch
     mixes.check(rehearsed_ranks, replace(mix, world_size=world_size), 1e-10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exchange", quick(mixes.EXCHANGES, lambda n: n % 2 == 0))
 def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, exchange):
     mix = mixes.mix_of(
@@ -64,6 +67,7 @@ def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, 
     mixes.check(rehearsed_ranks, replace(mix, world_size=3), 1e-10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("exchange", "dtype"), diagonal(list(mixes.EXCHANGES), [torch.bfloat16, torch.float16])
 )

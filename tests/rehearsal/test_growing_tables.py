@@ -31,6 +31,7 @@ def both(ranks, rehearsed_ranks, tmp_path, world_size, function, case, *args):
     return results
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world_size", "ragged"), [(1, False), (2, True)])
 def test_growing_tables_equal_those_on_cpu(ranks, rehearsed_ranks, tmp_path, world_size, ragged):
     case = replace(CASE, ragged=ragged)
@@ -51,6 +52,7 @@ def test_16_bit_growing_tables_round_as_on_cpu(ranks, rehearsed_ranks, tmp_path,
     check_equal(tmp_path / "cpu" / "step-24", tmp_path / "cuda" / "step-24", atol=1e-6)
 
 
+@pytest.mark.slow
 def test_growing_cached_tables_equal_those_on_cpu(ranks, rehearsed_ranks, tmp_path):
     storage = RowStorage(kind="host", share=SHARE, key="parallel.storage.deep")
     case = replace(CASE, ahead=4, storage=storage)

@@ -51,6 +51,7 @@ def test_everything_imports_without_optional_packages():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_missing_packages_are_reported_one_per_line():
     done = on_a_bare_box(
         "import importlib.util\n"

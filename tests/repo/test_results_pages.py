@@ -19,14 +19,14 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize(("page", "record", "cpu", "commits"), NAMED)
-def test_a_record_has_the_cpu_and_commits_stated_on_its_page(page, record, cpu, commits):
-    lines = read(record)
-    assert {line["commit"] for line in lines} == set(commits.split(", "))
-    for device in {line["device"] for line in lines}:
-        name, _, family = cpu.strip().removesuffix(")").partition(" (")
-        assert name in device.replace("(R)", "")
-        assert family in device or not family.startswith("family")
+def test_records_have_the_cpu_and_commits_stated_on_their_pages():
+    for _, record, cpu, commits in NAMED:
+        lines = read(record)
+        assert {line["commit"] for line in lines} == set(commits.split(", ")), record
+        for device in {line["device"] for line in lines}:
+            name, _, family = cpu.strip().removesuffix(")").partition(" (")
+            assert name in device.replace("(R)", ""), record
+            assert family in device or not family.startswith("family"), record
 
 
 def test_every_record_is_on_one_page():

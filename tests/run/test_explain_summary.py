@@ -28,6 +28,7 @@ def fits(text: str) -> bool:
     return len(lines) <= LINES and max(map(len, lines)) <= WIDTH
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("scheme", ["1", "2", "3", "auto"])
 def test_28_tables_on_4_ranks_fit_a_screen(tmp_path, scheme, hosts):

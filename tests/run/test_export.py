@@ -286,6 +286,7 @@ def _shipped(world: World, name: str):
     return float(apart), same, names, set(model.stored())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_model_is_exported_with_all_its_state(ranks, name):
     ((apart, same, names, stored),) = ranks(1, _shipped, name)

@@ -164,6 +164,7 @@ def whole(held):
     return tensors
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "per-shard"])
 def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name, size):

@@ -216,6 +216,7 @@ def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
     return (np.concatenate(scores) if scores else None), kept is not None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [(1, []), (2, []), (3, ["parallel.scheme=3"]), (2, ["parallel.scheme=2"]),

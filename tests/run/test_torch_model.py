@@ -265,6 +265,7 @@ PLACES = [("dp", 2), ("2", 1), ("1", 3), ("3", 4)]
 most_ranks = {"plain": 4, "batch norm": 3, "compiled": 1, "compiled batch norm": 0}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "scheme", "size"),
     [

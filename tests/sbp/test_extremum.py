@@ -103,6 +103,7 @@ def _terms(world, ranks, op):
             assert torch.equal(got, expected), f"{layout} -> {dst}: {got.tolist()}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks_of", "op"), diagonal(GRIDS, ["max", "min"]), ids=str)
 def test_the_first_holder_gets_the_gradient_of_all_copies(ranks, ranks_of, op):
     ranks(4, _terms, ranks_of, op)

@@ -76,6 +76,7 @@ def _check_dry(name, call, placement, fulls, chosen, learns):
     assert len(outputs) == 1
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", test_ops.OPS)
 def test_no_legal_operands_are_refused(name):
     call, _, shapes = test_ops.OPS[name]
@@ -202,6 +203,7 @@ SIZED = {
 }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", SIZED)
 def test_explicit_sizes_on_a_grid_give_the_plain_value(ranks, name):
     fulls = test_ops._operands(name)

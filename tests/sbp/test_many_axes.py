@@ -77,6 +77,7 @@ def _both(grid, values):
 
 
 # By default, only a twelfth of the cases of an uneven shape is tested.
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("shape", "share"),
     [

@@ -99,6 +99,7 @@ def train(world, *layouts):
     return losses, [p.full().cpu().numpy() for p in parameters.values()]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):

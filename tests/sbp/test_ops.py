@@ -201,6 +201,7 @@ def _run_combinations(world, name, ranks, combinations):
     return len(combinations)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", quick(OPS, lambda n: n != list(OPS).index("cross_network_low")))
 @pytest.mark.parametrize("line", [pytest.param([0, 1], marks=pytest.mark.slow), [0, 2, 1]], ids=str)
 def test_every_combination_on_a_line(ranks, line, name):
@@ -210,6 +211,7 @@ def test_every_combination_on_a_line(ranks, line, name):
     assert counts[0] == math.prod(len(c) for c in choices)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["linear_bias", "matmul", "gather", "concat", "reduce_sum", "mul",
                                   "reshape_merge", "bce_mean", "batch_norm",
                                   "dot_interaction"])  # fmt: skip

@@ -23,6 +23,7 @@ def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
     monkeypatch.setattr(products, "mkl_has_slow_shapes", lambda: way == "MKL with slow shapes")
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(

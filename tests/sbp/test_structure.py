@@ -29,8 +29,8 @@ COLLECTIVES = {"all_to_all_single", "all_reduce", "all_gather_single", "reduce_s
                "all_gather_object", "broadcast_object_list", "all_gather_into_tensor"}  # fmt: skip
 
 
-def _tree(name):
-    return ast.parse((ROOT / "sbpflow" / f"{name}.py").read_text())
+SOURCES = {name: (ROOT / "sbpflow" / f"{name}.py").read_text() for name in LAYER}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 
 def _imports(tree):
@@ -41,49 +41,48 @@ def _imports(tree):
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("name", LAYER)
-def test_the_sbp_layer_has_no_other_dependencies(name):
-    for module in _imports(_tree(name)):
-        if module.startswith("sbpflow."):
-            part = module.removeprefix("sbpflow.")
-            assert part.split(".")[0] in [*ROOMS, "errors"], f"{name} imports {module}"
-        assert module.split(".")[0] not in ("fbgemm_gpu", "nvidia")
+def test_the_sbp_layer_has_no_other_dependencies():
+    for name, tree in TREES.items():
+        for module in _imports(tree):
+            if module.startswith("sbpflow."):
+                part = module.removeprefix("sbpflow.")
+                assert part.split(".")[0] in [*ROOMS, "errors"], f"{name} imports {module}"
+            assert module.split(".")[0] not in ("fbgemm_gpu", "nvidia")
 
 
-@pytest.mark.parametrize("name", LAYER)
-def test_collectives_are_called_in_one_place(name):
-    called = {
-        node.func.attr
-        for node in ast.walk(_tree(name))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "dist"
-    } & COLLECTIVES
+def test_collectives_are_called_in_one_place():
     allowed = {
         "boxing/collectives": {"all_to_all_single", "all_reduce"},
         "runtime/ranks/world": {"all_reduce"},
     }
-    assert called <= allowed.get(name, set()), f"{name} calls {called}"
+    for name, tree in TREES.items():
+        called = {
+            node.func.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "dist"
+        } & COLLECTIVES
+        assert called <= allowed.get(name, set()), f"{name} calls {called}"
 
 
-@pytest.mark.parametrize("name", LAYER)
-def test_sizes_of_files_and_functions(name):
-    assert len((ROOT / "sbpflow" / f"{name}.py").read_text().splitlines()) <= 400
-    for node in ast.walk(_tree(name)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 80, f"{name}.{node.name} is too long"
+def test_sizes_of_files_and_functions():
+    for name, tree in TREES.items():
+        assert len(SOURCES[name].splitlines()) <= 400, name
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 80, f"{name}.{node.name} is too long"
 
 
-@pytest.mark.parametrize("name", LAYER)
-def test_public_modules_and_functions_have_docstrings(name):
-    tree = _tree(name)
-    assert ast.get_docstring(tree), name
-    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
-    for node in (node for scope in scopes for node in scope.body):
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            exempt = node.name in ("forward", "backward") or _is_property(node)
-            assert exempt or ast.get_docstring(node), f"{name}.{node.name} has no docstring"
+def test_public_modules_and_functions_have_docstrings():
+    for name, tree in TREES.items():
+        assert ast.get_docstring(tree), name
+        scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+        for node in (node for scope in scopes for node in scope.body):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                exempt = node.name in ("forward", "backward") or _is_property(node)
+                assert exempt or ast.get_docstring(node), f"{name}.{node.name} has no docstring"
 
 
 @pytest.mark.parametrize("op", ops.__all__)

@@ -71,6 +71,7 @@ def exported(_cpu_ranks, prepared, tmp_path_factory):
     return folder, scores
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bundle_gives_raw_rows_the_scores_of_the_run_and_of_predict(
     exported, prepared, tmp_path, name

@@ -79,6 +79,7 @@ def scores_of(run: Path, source: Path, out: Path, name: str) -> np.ndarray:
     return pl.read_parquet(out)["score"].to_numpy()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("loops", [True, False])
 @pytest.mark.parametrize("name", GROWING)
 def test_a_bundle_gives_the_scores_of_the_run_and_of_predict(
@@ -189,6 +190,7 @@ def test_deltas_can_add_keys_to_spare_rows(exported, prepared, tmp_path):
     assert changed.score([row])[0] != model.score([row])[0]
 
 
+@pytest.mark.slow
 def test_a_server_counts_keys_without_a_row_as_unknown(exported, tmp_path):
     folder, _ = exported
     text = write_csv(tmp_path / "rows.csv", drifting_rows(900)[400:500]).read_bytes()

@@ -84,6 +84,7 @@ def test_rarer_rows_and_errors_are_left_to_the_parser(text):
     assert lines_of(text) is None
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("size", range(20))
 @pytest.mark.parametrize("other", ["\\u0041", "\\n", '\\"', "\x00", "\x1f", "\t"])
 def test_special_characters_are_found_at_every_place(size, other):

@@ -64,6 +64,7 @@ def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(
     assert left <= {path.name for path in whole.iterdir()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(CACHED, ()), ((), CACHED), (CACHED, CACHED)])
 def test_killed_runs_resume_with_and_without_a_cache(
     synth_set, whole, tmp_path, monkeypatch, before, after
@@ -75,6 +76,7 @@ def test_killed_runs_resume_with_and_without_a_cache(
     check_equal(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp_path):
     assert run(synth_set, tmp_path / "run", *COMMON, *CACHED) == 0
     found = {}

@@ -125,6 +125,7 @@ def cases() -> list[tuple[int, Case]]:
     return [*chosen, (2, unique), (2, replace(unique, kernel="torch", clipped=True))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "case"), quick(cases(), lambda n: n in (4, 9, 12)), ids=str)
 def test_cached_tables_equal_tables_on_the_device(ranks, memory, size, case):
     pytest.importorskip({"fbgemm": "fbgemm_gpu"}.get(case.kernel, case.kernel))

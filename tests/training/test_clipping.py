@@ -101,6 +101,7 @@ def unclipped(ranks, plain, together: int) -> dict[str, np.ndarray]:
     return plain[together]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("rows", [True, False], ids=["all", "dense"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_norm_is_of_the_full_gradient_in_every_layout(ranks, plain, case, rows):

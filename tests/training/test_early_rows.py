@@ -86,6 +86,7 @@ def check(ranks: Any, size: int, config: Config, per_step: int = 1, clip: bool =
                     assert (sent[1] > 0) == is_on
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("per_step", "size"), diagonal([1, 3], [2, 4]))
 def test_no_bit_changes_with_evaluations_and_accumulation(ranks, size, per_step):
     check(ranks, size, make_config("3", "lazy_adam", dense="adam"), per_step)
@@ -99,6 +100,7 @@ def test_no_bit_changes_with_other_kernels(ranks, kernel):
     check(ranks, 2, make_config("3", rule, dtype="float32", dim=8, kernel=kernel))
 
 
+@pytest.mark.slow
 def test_no_bit_changes_with_clipping_and_half_precision(ranks):
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8)
     half = replace(config.parallel, table_dtype="bfloat16", comm_dtype="bfloat16")

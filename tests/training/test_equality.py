@@ -105,6 +105,7 @@ def check_float64(
 PLACES = [(1, "1"), *((2, scheme) for scheme in SCHEMES)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("world_size", "scheme", "sparse", "steps"),
     [
@@ -119,6 +120,7 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
 
 
 # Most sizes do not divide evenly among three ranks.
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
@@ -132,11 +134,13 @@ def test_schemes_on_more_ranks_train_like_one_process(ranks, world_size, scheme,
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dense", ["adam", "adamw"])
 def test_dense_adam_trains_like_one_process_in_float64(ranks, dense):
     check_float64(ranks, 2, make_config("1", "lazy_adam", dense=dense), "lazy_adam", dense)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_wide_part_can_have_its_own_optimizer(ranks, scheme, steps):
@@ -181,6 +185,7 @@ def columns_on_some_ranks(dim: int) -> dict[str, TableRule]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sparse", quick(SPARSE, lambda n: n > 1))
 def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
     config = make_config("1", sparse, tables=columns_on_some_ranks(5))
@@ -215,6 +220,7 @@ DENSE_LAYOUTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "world_size"), diagonal(list(DENSE_LAYOUTS), [2, 3]))
 def test_split_linears_train_like_one_process(ranks, world_size, name):
     # mlp.2.weight is [1, 6]: "all rows" splits its six inputs.

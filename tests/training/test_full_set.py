@@ -77,6 +77,7 @@ def _train(world: World, folder, scheme: str, backend: str):
     return losses, scored, [torch.cat(parts).numpy() for parts in zip(*columns, strict=True)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     quick(

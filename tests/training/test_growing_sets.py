@@ -331,6 +331,7 @@ train: {log_every: 100, eval_every: 0}
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("timed", [True, False])
 def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
     """Row i has time i and user i // 3: no user returns, and keys are evicted only for being

@@ -42,6 +42,7 @@ def watch_ids(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
     for seed, name in ((7, "old"), (8, "new"), (9, "foreign")):
         words = ["--format", "tsv", "--rows", "600", "--vocab-scale", "0.0005"]

@@ -29,6 +29,7 @@ def half(scheme, dtype, tables=None, row_dtype="bfloat16"):
 PLACES = [*product(["dp", "1", "2", "3"], [2, 3]), ("mixed", 3)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scheme", "size", "row_dtype"),
     quick(

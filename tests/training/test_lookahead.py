@@ -76,6 +76,7 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
     return {**outcome(job, losses), "order": order}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", quick(["dp", "1", "2", "3"], lambda n: n % 2 == 1))
 def test_no_lookahead_changes_a_bit_or_the_order_of_a_channel(ranks, scheme):
     config = make_config(scheme, "rowwise_adagrad", dense="adam")
@@ -127,6 +128,7 @@ def drained(world: World, config: Any, lookahead: int) -> Any:
     return {**outcome(job, losses), "held": held}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_drained_batches_have_no_effect(ranks, world_size):
     config = make_config("3", "lazy_adam", dense="adam")

@@ -128,6 +128,7 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.nda
     return outputs, tables
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("size", "layout", "kernel"),
     quick(product([1, 2, 4], LAYOUTS, ["torch", "numba"]), lambda n: n % 11 == 0),
@@ -154,6 +155,7 @@ def config_of(scheme: str, **more):
     return replace(config, optimizer=replace(config.optimizer, sparse=RULE))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
 def test_losses_of_a_model_do_not_depend_on_the_ranks(ranks, scheme):
     config = config_of(scheme, kernel="auto")

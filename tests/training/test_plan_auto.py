@@ -221,6 +221,7 @@ def test_a_run_plans_for_the_speeds_of_the_topology_file(synth_set, tmp_path):
     assert slow.prediction.step_ms < 0.8 * blind
 
 
+@pytest.mark.slow
 def test_a_run_without_a_plan_that_fits_names_the_usable_part_of_the_memory(synth_set, tmp_path):
     file = tmp_path / "topology.yaml"
     file.write_text("{hosts: [[0, 1]], memory_gb: 1.0e-4}")

@@ -66,6 +66,7 @@ def as_earlier_versions_saved(monkeypatch):
     monkeypatch.setattr(checkpoints.Checkpoints, "_documents", old_documents)
 
 
+@pytest.mark.slow
 def test_the_same_rows_from_other_files_are_the_same_set(sets, whole, tmp_path, monkeypatch):
     stopped(sets, tmp_path, monkeypatch)
     assert run(sets / "two", tmp_path, *MORE) == 0

@@ -127,6 +127,7 @@ def interrupted(synth_set, folder, monkeypatch, at=9, *more):
             run(synth_set, folder, *more)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lookaheads", [(16, 0), (0, 4)])
 def test_resuming_with_another_lookahead_is_bit_equal(
     synth_set, whole, tmp_path, monkeypatch, lookaheads

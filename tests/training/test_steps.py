@@ -107,6 +107,7 @@ def test_a_scheme_runs_only_its_own_collectives(ranks, scheme):
         assert got == list(EXPECTED[scheme].items())
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("world_size", "tables", "dense"),
     [
