@@ -302,6 +302,8 @@ def open_rows(
     world_size = world_size_of_environment()
     device_type = device_type_of(config.parallel.device)
     config, planned = saved_layouts(checkpoint, config, world_size, device_type)
+    # Files with rows of cached tables go next to the scores, because run.dir may have moved.
+    config = replace(config, run=replace(config.run, dir=scoring.output.parent))
     few = world_size == 1 and scoring.is_small(config.data.batch_size)
     config = _for_few_rows(config) if few else config
 

@@ -79,8 +79,9 @@ def test_killed_runs_resume_with_and_without_a_cache(
 @pytest.mark.slow
 def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp_path):
     assert run(synth_set, tmp_path / "run", *COMMON, *CACHED) == 0
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
     found = {}
-    for name, folder in (("whole", whole), ("cached", tmp_path / "run")):
+    for name, folder in (("whole", whole), ("cached", moved)):
         out = tmp_path / f"{name}.csv"
         args = ["--checkpoint", folder, "--input", synth_set, "--output", out, "--split", "test"]
         assert predict([*map(str, args)]) == 0
@@ -91,6 +92,7 @@ def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp
         assert weights
         found[name] = out.read_bytes(), [path.read_bytes() for path in weights]
     assert found["whole"] == found["cached"]
+    assert not (tmp_path / "run").exists(), "the rows of the prediction need another folder"
 
 
 def test_a_cache_too_small_for_a_step_is_refused_with_a_size(synth_set, tmp_path):
