@@ -148,7 +148,8 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
 
 def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> torch.Tensor:
     """Return the int64 keys of values that are written as in the input. Values of crosses and of
-    generated sets are written as keys. Raises ConfigError for an invalid value.
+    generated sets are written as keys. Raises ConfigError for an invalid value, and for the key of
+    missing values.
     """
     schema = schema_from(manifest.content["schema"]) if manifest.content.get("schema") else None
     lines = [line for line, value in enumerate(values, 1) if value]
@@ -162,7 +163,14 @@ def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> tor
             f"field {field}, line {lines[wrong]}: {cells[wrong]!r} is not a value of kind {kind}; "
             f"correct it (for example, {example})"
         )
-    return torch.from_numpy(keys.to_numpy().astype(np.uint64).view(np.int64))
+    bits = keys.to_numpy().astype(np.uint64).view(np.int64)
+    if (missing := bits == MISSING_KEY).any():
+        wrong = int(missing.argmax())
+        raise ConfigError(
+            f"field {field}, line {lines[wrong]}: {cells[wrong]!r} has the key of missing values, "
+            "whose row cannot be erased; remove the line"
+        )
+    return torch.from_numpy(bits)
 
 
 def values_with_keys(

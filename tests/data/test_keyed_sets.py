@@ -17,9 +17,9 @@ from sbpflow.data.prepare.distinct import count_group
 from sbpflow.data.profile import profile_set
 from sbpflow.data.read.crosses import hashed_ids
 from sbpflow.data.stats import compute_stats, load_stats
-from sbpflow.data.values import value_blocks, values_and_rows
+from sbpflow.data.values import keys_of_values, value_blocks, values_and_rows
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.errors import DataError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.files.json_file import read_json
 from sbpflow.serving.cells import MISSING_KEY
@@ -328,6 +328,14 @@ def test_values_of_saved_keys_have_the_rows_of_a_checkpoint(mixed, keyed):
     assert [rows.tolist() for _, rows in blocks] == [[1, 2], [4]]
     values, ids = values_and_rows(mixed, "shop", None)
     assert len(values) == len(ids) > 0
+
+
+def test_the_key_of_missing_values_is_not_a_value(keyed):
+    ends = [str(1 - 2**63), "", str(2**63 - 1)]
+    assert keys_of_values(keyed, "shop", ends).tolist() == [1 - 2**63, 2**63 - 1]
+    message = r"^field shop, line 4: '-9223372036854775808' has the key of missing values, whose "
+    with pytest.raises(ConfigError, match=message):
+        keys_of_values(keyed, "shop", [*ends, str(-(2**63))])
 
 
 def test_frames_accept_a_list_of_keys(tmp_path):
