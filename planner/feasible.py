@@ -73,20 +73,23 @@ def _changes(cost: TaskCost) -> list[str]:
     """
     first = (
         next((text for text, changed in tried if _fits(cost, changed)), None)
-        for tried in _tried(cost.task)
+        for tried in _tried(cost)
     )
     return [text for text in first if text is not None]
 
 
-def _tried(task: Task) -> list[list[tuple[str, Task]]]:
+def _tried(cost: TaskCost) -> list[list[tuple[str, Task]]]:
     """Return the alternatives for each kind of change, smallest change first."""
+    task = cost.task
     rows: list[tuple[str, Task]] = []
     if task.row_dtype.itemsize > 2:
         rows.append(("parallel.table_dtype: bfloat16", replace(task, row_dtype=torch.bfloat16)))
     batch, batch_size = list[tuple[str, Task]](), task.batch_size // 2
     if task.batch_size >= 4 * task.world_size:
         batch.append((f"data.batch_size: {batch_size}", replace(task, batch_size=batch_size)))
-    ranks = [task.world_size * factor for factor in RANKS if not task.pinned]
+    # A profile measured on one rank cannot price more ranks.
+    can_add = not task.pinned and cost.profile.link.within_gb_per_s
+    ranks = [task.world_size * factor for factor in RANKS if can_add]
     more = [
         (f"{count} ranks with as much memory each", _on_more_ranks(task, count))
         for count in ranks

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from sbpflow.errors import ConfigError, PlanError
 from sbpflow.planner.__main__ import calibrate, clusters
 from sbpflow.planner.clusters import described, profile_of
 from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.costs.profile import Link
 from sbpflow.planner.plan_command import compare, explain, plan
 from sbpflow.planner.planners import (
     make_plan,
@@ -345,6 +347,14 @@ def test_a_suggested_cache_leaves_out_tables_that_a_run_cannot_cache(tmp_path):
     rules = "'*': {kind: host, cache: 50%}, 'deep.C2': {kind: device}, 'wide.*': {kind: device}"
     with pytest.raises(PlanError, match=rf"parallel\.storage: {{{re.escape(rules)}}}"):
         plan(["--tables", str(path), "--profile", "h100-dgx", "--planner", "size"])
+
+
+def test_tables_that_do_not_fit_are_reported_with_a_profile_of_one_rank(tmp_path):
+    path, alone = tmp_path / "tables.json", tmp_path / "profile.json"
+    replace(PROFILE, world_size=1, link=Link()).save(alone)
+    path.write_text(json.dumps({**TABLES, "device_gb": 1e-5}))
+    with pytest.raises(PlanError, match=r"fits in 10\.00 kB per rank"):
+        plan(["--tables", str(path), "-n", "1", "--profile", str(alone)])
 
 
 @pytest.mark.parametrize("seed", ["-1", "1.5", "99999999999999999999"])
