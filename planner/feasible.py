@@ -62,20 +62,24 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
         f"the largest table is {largest.name}, with {largest.num_rows:,} rows of {largest.dim} "
         "columns",
         f"a plan would fit with {enough}",
-        *(f"a plan would fit with {change}" for change in _changes(cost)),
+        *(f"a plan would fit with {change}" for change in _changes(cost, planned.planner)),
     ]
     return "; ".join(lines)
 
 
-def _changes(cost: TaskCost) -> list[str]:
-    """Return the changes to the task that make a plan fit, each tried separately. For the number of
-    ranks and for the cache, return only the smallest change that fits.
+def _changes(cost: TaskCost, planner: str) -> list[str]:
+    """Return the changes to the task that make a plan of ``auto`` fit, each tried separately. For
+    the number of ranks and for the cache, return only the smallest change that fits. If ``planner``
+    is another planner and ``auto`` finds a plan that fits, return only this planner.
     """
+    if planner != "auto" and _fits(cost, cost.task):
+        return ["--planner auto"]
     first = (
         next((text for text, changed in tried if _fits(cost, changed)), None)
         for tried in _tried(cost)
     )
-    return [text for text in first if text is not None]
+    needed = "" if planner == "auto" else "--planner auto and "
+    return [f"{needed}{text}" for text in first if text is not None]
 
 
 def _tried(cost: TaskCost) -> list[list[tuple[str, Task]]]:

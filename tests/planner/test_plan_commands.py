@@ -349,6 +349,20 @@ def test_a_suggested_cache_leaves_out_tables_that_a_run_cannot_cache(tmp_path):
         plan(["--tables", str(path), "--profile", "h100-dgx", "--planner", "size"])
 
 
+def test_changes_that_would_help_are_for_the_planner_that_they_name(tmp_path):
+    path, words = tmp_path / "tables.json", ["--tables", str(tmp_path / "tables.json")]
+    words += ["--profile", "h100-dgx", "--planner", "size"]
+    table = {"name": "C1", "rows": 10_000, "dim": 16, "zipf": {"s": 1.05}}
+    for device_gb, hint in (
+        (5e-4, r"would fit with --planner auto$"),
+        (3e-4, r"would fit with --planner auto and \d ranks with"),
+    ):
+        file = {"batch_size": 512, "device_gb": device_gb, "tables": [table]}
+        path.write_text(json.dumps(file))
+        with pytest.raises(PlanError, match=hint):
+            plan(words)
+
+
 def test_tables_that_do_not_fit_are_reported_with_a_profile_of_one_rank(tmp_path):
     path, alone = tmp_path / "tables.json", tmp_path / "profile.json"
     replace(PROFILE, world_size=1, link=Link()).save(alone)
