@@ -10,6 +10,8 @@ import numpy as np
 
 from sbpflow.costs.counts import INDEX, INDEX_ITEM, NUM_FEATURES, Facts, Ints, Key, vector_of
 from sbpflow.costs.ids import Floats
+from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
+from sbpflow.embedding.cache.slot_planner import SLOT_BYTES
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, Member
 from sbpflow.embedding.plan.tables import TableConfig
@@ -89,6 +91,9 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
     uses = sum(len(each.features) for each in output.tables) if pooled else 1
     vector_item = float((task.comm_dtype or task.dtype).itemsize)
     rule = task.optimizer_of(table)
+    slot_share = 1.0 if table.storage is None else table.storage.share
+    # With CUDA, slots are planned in the host's memory.
+    plans_slots = table.storage is not None and task.device_type == "cpu"
     return Facts(
         world_size=task.world_size,
         batch_size=task.batch_size,
@@ -109,7 +114,8 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         # The batches' gradients are joined while the parts are still in memory.
         collected=1 if task.accumulate == 1 else 2 * task.accumulate,
         state=rule.state_counts,
-        slot_share=1.0 if table.storage is None else table.storage.share,
+        slot_share=slot_share,
+        slot_bytes=(RECORD_BYTES + SLOT_BYTES * slot_share) if plans_slots else 0.0,
         shares_state=rule.shares_row_state,
     )
 

@@ -116,6 +116,7 @@ class Facts:
     collected: int = 1
     state: tuple[int, int] = (0, 0)
     slot_share: float = 1.0  # Share of rows that are on the device.
+    slot_bytes: float = 0.0  # Bytes per row that the planning of cache slots takes on the device.
     # True if ranks that store different columns of a row share its state.
     shares_state: bool = False
 
@@ -132,8 +133,8 @@ class Facts:
     def stored(self, rows: float, width: float) -> float:
         """Return the bytes that a shard and its optimizer state occupy on the device."""
         by_row, by_element = self.state
-        rows *= self.slot_share
-        return rows * (width * self.row_item + (by_row + by_element * width) * self.item)
+        each = width * self.row_item + (by_row + by_element * width) * self.item
+        return rows * (self.slot_share * each + self.slot_bytes)
 
     def steps(self, rows: float, width: float) -> dict[str, float]:
         """Return the work counts of an optimizer step on ``rows``."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sbpflow.costs.counts import INDEX, MEMORY, vector_of
+from sbpflow.embedding.cache.slot_planner import planning_bytes
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
@@ -57,6 +58,20 @@ def test_memory_and_groups_equal_the_engines_plan(seed):
     )
     assert groups == len(engine.groups)
     assert totals[0, INDEX["num_stacks"]] == sum(len(group.stacks) for group in engine.groups)
+
+
+def test_cached_tables_take_memory_for_the_planning_of_their_slots():
+    task = make_task(rows=(4000,), world_size=2)
+    storage = RowStorage(kind="file", share=0.25, key="parallel.storage.*")
+    (output,) = task.outputs
+    cached = replace(output, tables=(replace(output.tables[0], storage=storage),))
+    plan = {"t0": Choice(Shape("S(0)", "unique", (2, 1)), (0, 1))}
+    on_cpu, on_cuda = (
+        count_work(replace(task, outputs=(cached,), device_type=device), plan)[:, MEMORY]
+        for device in ("cpu", "cuda")
+    )
+    # The number of rows is rounded to whole words.
+    assert on_cpu - on_cuda == pytest.approx([planning_bytes(2000, 500)] * 2, rel=0.01)
 
 
 def test_columns_and_kernels_separate_groups_as_in_the_engine():

@@ -21,16 +21,13 @@ from sbpflow.embedding.cache.slot_layout import NEVER, NEW, RECORD_BYTES, SLOT, 
 from sbpflow.errors import ConfigError
 
 LEAST_LANE = 1 << 16  # slots; fewer are not worth a thread of their own
+SLOT_BYTES = 4 + 8 * QUEUE_ENTRIES  # bytes that the planning of a slot takes
 LANE_THREADS = "slots"  # the start of the threads' names
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
     """Return the size of a planner in bytes, excluding the lists of the batches in flight."""
-    return (
-        RECORD_BYTES * (num_rows + 1)
-        + 8 * (num_rows // 64 + 1)
-        + (4 + 8 * QUEUE_ENTRIES) * num_slots
-    )
+    return RECORD_BYTES * (num_rows + 1) + 8 * (num_rows // 64 + 1) + SLOT_BYTES * num_slots
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
