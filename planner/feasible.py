@@ -15,13 +15,14 @@ from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import Planned, make_plan
 from sbpflow.planner.task import Plan, Task
-from sbpflow.run.planning.storage import row_bytes
+from sbpflow.run.planning.storage import AUTO_LOOKAHEAD, row_bytes
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = 60  # number of insertions; enough to test whether a changed task fits
 RANKS = (2, 4, 8)  # numbers of ranks to try, as multiples of the given number
 MOST_LISTED = 8  # If more ranks have too little memory, one limit for all ranks is named.
 CACHES = (0.5, 0.25, 0.1)  # fractions of the rows to keep on the device
+LOOKAHEADS = (AUTO_LOOKAHEAD, 2)  # with a cache; 2 is the least, and takes less memory for ids
 
 
 def choose(cost: TaskCost, *, seed: int = 0, note: str = "") -> Plan:
@@ -99,7 +100,8 @@ def _tried(cost: TaskCost) -> list[list[tuple[str, Task]]]:
         for count in ranks
         if task.batch_size >= count
     ]
-    return [rows, batch, more, [_cached(task, share) for share in CACHES]]
+    caches = [_cached(task, share, number) for number in LOOKAHEADS for share in CACHES]
+    return [rows, batch, more, caches]
 
 
 def _on_more_ranks(task: Task, count: int) -> Task:
@@ -113,9 +115,9 @@ def _on_more_ranks(task: Task, count: int) -> Task:
     )
 
 
-def _cached(task: Task, share: float) -> tuple[str, Task]:
+def _cached(task: Task, share: float, lookahead: int) -> tuple[str, Task]:
     """Store all rows outside the device, except those of tables that cannot be cached, and cache a
-    share of the rows on the device.
+    share of the rows on the device. Cached rows need a longer ``lookahead``.
     """
     kind = "host" if task.device_type == "cuda" else "file"
     storage = RowStorage(kind=kind, share=share, key="parallel.storage.*")
@@ -132,7 +134,8 @@ def _cached(task: Task, share: float) -> tuple[str, Task]:
     )
     rules = [f"'*': {{kind: {kind}, cache: {share:.0%}}}"]
     rules += [f"'{pattern}': {{kind: device}}" for pattern in _patterns(kept, task)]
-    return f"parallel.storage: {{{', '.join(rules)}}} (slower)", replace(task, outputs=outputs)
+    text = f"parallel.storage: {{{', '.join(rules)}}} and train.lookahead: {lookahead} (slower)"
+    return text, replace(task, outputs=outputs, lookahead=lookahead)
 
 
 def _can_be_cached(task: Task, table: TableConfig) -> bool:

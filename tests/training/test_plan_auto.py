@@ -231,6 +231,19 @@ def test_a_run_without_a_plan_that_fits_names_the_usable_part_of_the_memory(synt
         planned(synth_set, (f"parallel.topology={file}",))
 
 
+def test_a_run_with_a_suggested_cache_fits(synth_set, tmp_path):
+    """By default, a cache has a lookahead of 64 batches, whose ids take more memory."""
+    file = tmp_path / "topology.yaml"
+    file.write_text("{hosts: [[0, 1]], memory_gb: 0.014}")
+    fixed = "'deep.C[!3]*': {sbp: S(0), exchange: unique}, 'wide.*': {sbp: S(0), exchange: unique}"
+    words = (f"parallel.topology={file}", f"parallel.tables={{{fixed}}}", "model.embedding_dim=64")
+    with pytest.raises(PlanError, match=r"train\.lookahead: 2 .slower") as refused:
+        planned(synth_set, words)
+    hint = re.search(r"(parallel\.storage): (.*) and (train\.lookahead): (\d)", str(refused.value))
+    cached = planned(synth_set, (*words, f"{hint[1]}={hint[2]}", f"{hint[3]}={hint[4]}"))[2]
+    assert max(cached.prediction.memory_bytes) <= 0.85 * 14e6
+
+
 def test_a_run_on_described_hosts_saves_them_and_predicts_without_the_file(synth_set, tmp_path):
     file, run = tmp_path / "hosts.yaml", tmp_path / "run"
     file.write_text("{hosts: [[0]], memory_gb: 3, host_link: {gb_per_s: 1.5}}")
