@@ -231,6 +231,24 @@ def test_a_run_without_a_plan_that_fits_names_the_usable_part_of_the_memory(synt
         planned(synth_set, (f"parallel.topology={file}",))
 
 
+def test_two_hops_are_planned_only_if_the_run_supports_them(synth_set, tmp_path):
+    file = tmp_path / "hosts.yaml"
+    file.write_text("{hosts: 2, ranks_per_host: 2}")
+    slow = Link(ranks_per_node=2, within_gb_per_s=100.0, between_gb_per_s=1e-4)
+    prices = Profile(work_ms={"always": 0.1}, link=slow, world_size=4, backend="nccl")
+    fixed = "'deep.C[!3]*': {sbp: S(0), exchange: unique}, 'wide.*': {sbp: S(0), exchange: unique}"
+    words = [*SMALL, f"data.path={synth_set}", f"parallel.tables={{{fixed}}}"]
+    words += ["parallel.plan=auto", f"parallel.topology={file}", "parallel.device=cuda"]
+    manifest = load_manifest(synth_set)
+    fields, stats, rows = fields_of(manifest), load_stats(manifest), manifest.splits["train"]
+    for more, sbp in (([], "(S(0), S(0))"), (["parallel.row_buffer_fraction=0.5"], "S(0)")):
+        config = load_config(CONFIG, [*words, *more], models=MODELS)
+        ranks = {"world_size": 4, "device_type": "cuda"}
+        run = plan_tables(config, fields, stats, rows, profile=prices, **ranks)
+        assert run.plan["deep.C3"].shape.sbp == sbp
+        plan_run(config, fields, planned=run.rules, **ranks)
+
+
 def test_a_run_with_a_suggested_cache_fits(synth_set, tmp_path):
     """By default, a cache has a lookahead of 64 batches, whose ids take more memory."""
     file = tmp_path / "topology.yaml"
