@@ -57,7 +57,8 @@ def list_text(path: AnyPath) -> str:
         try:
             checkpoint = checked(folder)
         except CheckpointError as error:
-            lines.append(f"{folder.name:<16} {'':<16} {'':>12} {'':>8}  DAMAGED: {error}")
+            if folder.is_dir():  # else the run has removed it since the folder was listed
+                lines.append(f"{folder.name:<16} {'':<16} {'':>12} {'':>8}  DAMAGED: {error}")
             continue
         written = datetime.fromtimestamp((folder / INDEX_FILE).stat().st_mtime)
         size, count = f"{checkpoint.num_bytes / 1e6:,.1f} MB", len(checkpoint.tensors)
@@ -81,17 +82,22 @@ def _describe(checkpoint: Checkpoint) -> str:
 
 
 def verify_text(path: AnyPath) -> tuple[str, bool]:
-    """Read every byte of every checkpoint; return a line for each, and whether all are intact."""
-    faults = dict[AnyPath, str]()
+    """Read every byte of every checkpoint; return a line for each, and whether all are intact.
+
+    A checkpoint that a run removes before it has been read does not count as damaged.
+    """
+    faults, is_whole = dict[AnyPath, str](), True
     lines = list[str]()
-    folders = checkpoints_of(path)
-    for folder in folders:
+    for folder in checkpoints_of(path):
         checkpoint, fault = _verified(folder, faults)
-        whole = (
-            f"ok      {folder}: all {checkpoint.num_bytes:,} bytes are intact" if checkpoint else ""
-        )
-        lines.append(f"DAMAGED {fault}" if fault else whole)
-    return "\n".join(lines), not any(faults[folder] for folder in folders)
+        if fault and not folder.is_dir():
+            lines.append(f"removed {folder}, by a run, before it could be read")
+        elif fault:
+            lines.append(f"DAMAGED {fault}")
+            is_whole = False
+        elif checkpoint is not None:
+            lines.append(f"ok      {folder}: all {checkpoint.num_bytes:,} bytes are intact")
+    return "\n".join(lines), is_whole
 
 
 def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:

@@ -1,9 +1,12 @@
 """Tests listing, verifying, comparing and pruning checkpoints from the command line."""
 
+import shutil
+
 import pytest
 import torch
 
-from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.checkpoint import commands
+from sbpflow.checkpoint.folder import checked, list_checkpoints
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.files.run_folder import RunLock
@@ -51,6 +54,25 @@ def test_verify_reads_every_byte_and_sets_the_exit_code(folder, capsys):
     assert "rank-0.bin" in second
     assert third.startswith("ok ")
     assert checkpoint(["verify", str(folder / "checkpoints/step-8")]) == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "ls"])
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_damaged(
+    folder, capsys, monkeypatch, command
+):
+    kept, pruned = folder / "checkpoints", folder / "checkpoints/step-5"
+
+    def checked_while_a_run_prunes(path):
+        opened = checked(path)
+        shutil.rmtree(pruned, ignore_errors=True)
+        return opened
+
+    monkeypatch.setattr(commands, "checked", checked_while_a_run_prunes)
+    assert checkpoint([command, str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "DAMAGED" not in out
+    assert f"ok      {kept / 'step-3'}: all 452" in out or command == "ls"
+    assert (f"removed {pruned}, by a run, before" in out) == (command == "verify")
 
 
 def test_diff_names_what_differs_and_by_how_much(folder, tmp_path, capsys, monkeypatch):
