@@ -91,8 +91,8 @@ class Result:
 
 class Pace:
     """Counts the steps, rows, and seconds of training and, separately, the seconds spent waiting
-    for data and for transfers. Evaluations are excluded, and so is the first step, because it
-    allocates memory and opens connections.
+    for data and for transfers. Evaluations and the start and end of a trace are excluded, and so is
+    the first step, because it allocates memory and opens connections.
     """
 
     def __init__(self, world: World) -> None:
@@ -122,6 +122,13 @@ class Pace:
                 self._interval[place] += value
         self._warm = True
         self._restart(now)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Exclude the time in this context from the time of the step."""
+        start = time.perf_counter()
+        yield
+        self._begin += time.perf_counter() - start
 
     def resume(self) -> None:
         """Exclude the time since the last step, such as the time of an evaluation."""
@@ -220,7 +227,7 @@ def fit(
         pace.got_batch()
         step += 1
         scored = _is_scored(step, last, train, watchers)
-        with overlap.step(), _named(step), _watched(trainer, times, profiler, step):
+        with overlap.step(), _named(step), _watched(trainer, times, pace, profiler, step):
             loss = trainer.step(batches)
         watch.push(step, loss, batches, trainer.gradient_norm)
         logged = is_logged(step, train.log_every) or step == last
@@ -337,15 +344,21 @@ def _check_val(
 
 @contextmanager
 def _watched(
-    trainer: Trainer, times: MoveTimes, profiler: StepProfiler | None, step: int
+    trainer: Trainer, times: MoveTimes, pace: Pace, profiler: StepProfiler | None, step: int
 ) -> Generator[None]:
-    """Time the moves of the step; also trace them if ``profiler`` traces this step."""
+    """Time the moves of the step; also trace them if ``profiler`` traces this step. Starting and
+    writing a trace can take seconds, which ``pace`` excludes.
+    """
     trainer.move_watch = times
     if profiler is None:
         yield
         return
+    with pace.paused():
+        profiler.before(step)
     with profiler.step(step, times) as trainer.move_watch:
         yield
+    with pace.paused():
+        profiler.after(step)
 
 
 @contextmanager

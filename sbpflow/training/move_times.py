@@ -87,17 +87,23 @@ class StepProfiler:
         """
         return None if steps is None else StepProfiler(*steps, folder, world)
 
+    def before(self, step: int) -> None:
+        """Start the trace if ``step``, which comes next, is the first step in range."""
+        if self._profile is None and self.first <= step <= self.last:
+            self._start()
+
     @contextmanager
     def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
         """Trace training step ``step`` if it is in range; yield the watch for the step's moves."""
         if not self.first <= step <= self.last:
             yield times
             return
-        if self._profile is None:
-            self._start()
         self._step = step
         with record_function(f"step {step}"):
             yield _Traced(self, times)
+
+    def after(self, step: int) -> None:
+        """Write the trace if ``step``, which has just ended, is the last step in range."""
         if step == self.last:
             self.close()
 

@@ -2,8 +2,10 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -81,6 +83,22 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         step = next(e for e in trace["traceEvents"] if e.get("name") == "step 2")
         assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in timed[: len(moves)])
         assert result["peak"] > 1 << 20
+
+
+def traced_slowly(world: World, folder: str) -> list[float]:
+    def late(method: Any) -> Any:
+        return lambda profiler: [time.sleep(1.0), method(profiler)]
+
+    start, close = late(StepProfiler._start), late(StepProfiler.close)
+    with mock.patch.multiple(StepProfiler, _start=start, close=close):
+        extra = traced(world, make_config("dp", "sgd"), folder, (3, 4), 6)["extra"]
+    return [figures["step_ms"] for figures in extra]
+
+
+def test_step_times_exclude_the_start_and_the_writing_of_a_trace(ranks, tmp_path):
+    (step_ms,) = ranks(1, traced_slowly, str(tmp_path))
+    assert max(step_ms) < 900
+    assert (tmp_path / "trace-rank0.json").exists()
 
 
 def describe_moves(config: Config) -> Any:
