@@ -158,6 +158,14 @@ def test_an_incomplete_run_is_shown_with_notes(tmp_path):
     assert "Loss" in text
 
 
+def test_the_time_of_a_run_is_not_negative_if_the_clock_was_set_back(tmp_path):
+    *earlier, last = events()
+    last["time"] = (START - timedelta(hours=2)).isoformat()
+    run = write(tmp_path / "run", [*earlier, last])
+    page = Page(write_report([run]).read_text(encoding="utf-8"))
+    assert page.texts[page.texts.index("time shown") + 1] == "0:03:20"
+
+
 def test_folders_that_are_not_runs_are_refused(tmp_path):
     run = write(tmp_path / "runs" / "one", events())
     with pytest.raises(ConfigError, match=r"runs has no metrics\.jsonl.*did you mean .*runs/one\?"):

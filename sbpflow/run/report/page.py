@@ -75,7 +75,8 @@ def _results(runs: Sequence[Run]) -> str:
         ("predicted of actual positives", [both_sums(run) for run in runs]),
         ("steps", of("steps", lambda v: f"{v:,}")),
         ("samples per second", of("samples_per_s", lambda v: f"{v:,.0f}")),
-        ("time shown", [_clock(run.minutes(run.events[-1])) for run in runs]),
+        # The last event is not the latest one if the system clock was set back during the run.
+        ("time shown", [_clock(max(map(run.minutes, run.events))) for run in runs]),
     ]
     shown = [[name, *cells] for name, cells in rows if any(cell != "-" for cell in cells)]
     table = html_table(["", *(run.name for run in runs)], shown)
