@@ -184,6 +184,13 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
         write_report([run])
 
 
+def test_a_page_that_cannot_be_written_names_an_output_that_can(tmp_path):
+    run = write(tmp_path / "run", events(), plan=False)
+    (run / "report.html").mkdir()
+    with pytest.raises(ConfigError, match=r"report\.html .*\(is a directory\).* --output ~/report"):
+        write_report([run])
+
+
 def test_a_plan_of_another_version_is_noted(tmp_path):
     run = write(tmp_path / "run", events(), plan=False)
     (run / "plan.json").write_text('{"format": 0, "sha256": "", "plan": {}}')

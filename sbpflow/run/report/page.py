@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpflow.config.metrics import METRICS
+from sbpflow.errors import ConfigError
 from sbpflow.run.planning.text import format_size
 from sbpflow.run.report.charts import (
     Series,
@@ -22,10 +23,19 @@ Figure = float | int | None
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page to ``output``, or to the folder of the first run; return its path."""
-    runs = read_runs(list(folders))
+    """Write the page to ``output``, or to the folder of the first run; return its path. Raises
+    ConfigError if the file cannot be written.
+    """
+    text = page(read_runs(list(folders)))
     file = folders[0] / REPORT_FILE if output is None else output
-    file.write_text(page(runs), encoding="utf-8")
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"report: {file} cannot be written ({reason}); use a file in a writable folder, for "
+            "example, --output ~/report.html"
+        ) from error
     return file
 
 
