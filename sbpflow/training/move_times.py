@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 from sbpflow.runtime.files.run_folder import TRACE_FILE
 from sbpflow.runtime.ranks.world import World
@@ -108,14 +109,22 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write the trace, even if the run ended before step ``last``."""
+        """Write the trace, even if the run ended before step ``last``. Raises ConfigError if the
+        trace cannot be written.
+        """
         running, self._profile = self._profile, None
         if running is None:
             return
         running.stop()
         self._world.log.enabled = self._log_was_enabled
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.unlink(missing_ok=True)  # of an earlier start of this run
         running.export_chrome_trace(str(self.path))
+        if not self.path.exists():  # torch only logs the error, without its reason
+            raise ConfigError(
+                f"train.profile: torch could not write {self.path}; free some space on this disk, "
+                "or remove train.profile"
+            )
         try:
             trace = object_of(read_json(self.path), str(self.path))
         except JsonError as error:  # the file exceeds the size limit or has an unexpected format

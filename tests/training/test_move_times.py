@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from sbpflow.config.schema import Config, TrainConfig
 from sbpflow.errors import ConfigError
@@ -83,6 +84,22 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         step = next(e for e in trace["traceEvents"] if e.get("name") == "step 2")
         assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in timed[: len(moves)])
         assert result["peak"] > 1 << 20
+
+
+def traced_on_a_full_disk(world: World, folder: str) -> str:
+    with (
+        mock.patch.object(torch.profiler.profile, "export_chrome_trace"),  # torch only logs errors
+        pytest.raises(ConfigError) as caught,
+    ):
+        traced(world, make_config("dp", "sgd"), folder, (3, 4), 6)
+    return str(caught.value)
+
+
+def test_a_trace_that_cannot_be_written_is_reported(ranks, tmp_path):
+    path = tmp_path / "trace-rank0.json"
+    path.write_text('{"traceEvents": []}')  # of an earlier start of the run
+    (message,) = ranks(1, traced_on_a_full_disk, str(tmp_path))
+    assert f"train.profile: torch could not write {path}; free some space" in message
 
 
 def traced_slowly(world: World, folder: str) -> list[float]:
