@@ -235,8 +235,7 @@ def plan_tables(
     )
     profile = crowded(profile, draft.topology.most_ranks_per_host)
     task = task_of(draft, stats, num_rows)
-    if config.parallel.row_buffer_fraction is not None:  # excludes layouts with two hops
-        task = replace(task, num_hosts=1)
+    task = replace(task, two_hops=config.parallel.row_buffer_fraction is None)
     cost = TaskCost(profile, task)
     plan, seed = dict(task.pinned), config.run.seed
     if len(plan) < len(task.tables):

@@ -37,7 +37,7 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
         for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
         if parts[0] in cuts and (can_copy or not exchange.copies)
     )
-    if 1 < task.num_hosts < size and table.growth is None:
+    if task.two_hops and 1 < task.num_hosts < size and table.growth is None:
         shapes |= dict.fromkeys(
             Shape(sbp, exchange.name, parts)
             for exchange in EXCHANGES

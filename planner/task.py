@@ -163,7 +163,8 @@ class Task:
     speeds of the ranks relative to the calibrated ones; ``None`` means 1 for all ranks.
     ``batch_size`` is global; a step consists of ``accumulate`` batches, and ids are exchanged
     ``lookahead`` batches in advance. ``pinned`` tables keep the given choice. ``num_hosts`` is 1
-    unless all hosts have the same number of consecutive ranks.
+    unless all hosts have the same number of consecutive ranks. ``two_hops`` is False if the run
+    does not support layouts with two hops.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -183,6 +184,7 @@ class Task:
     accumulate: int = 1
     lookahead: int = 1
     num_hosts: int = 1
+    two_hops: bool = True
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
 
     def __post_init__(self) -> None:
