@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError, StoreError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
-from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
+from sbpflow.runtime.processes.launch import ArgumentParser, errno_of, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5, ".zst": 6.0, ".bz2": 6.0, ".xz": 8.0}
@@ -315,14 +314,6 @@ def _summary(manifest: Manifest) -> str:
     return text
 
 
-def _errno(error: OSError) -> int:
-    """Return the OS error number, or 0 if it is unknown. Polars reports the number only in the
-    message.
-    """
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return error.errno or (int(match[1]) if match else 0)
-
-
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
@@ -393,7 +384,7 @@ def _main(argv: list[str] | None) -> int:
     except OSError as error:
         # Errors from writing to a full disk do not contain a file name.
         where = getattr(args, "output", None) if error.filename is None else error.filename
-        number = _errno(error)
+        number = errno_of(error)
         reason = os.strerror(number) if number else str(error) or "cannot be used"
         print(
             f"error: {where or args.command}: {reason.lower()}{_disk_space(args, number)}",

@@ -198,6 +198,8 @@ class Scoring:
 
     def close(self) -> None:
         """Write the output file atomically, and remove the encoded rows."""
+        from polars.exceptions import ComputeError
+
         manifest = self.manifest()
         num_rows = manifest.splits[self.split]
         scores = np.concatenate(self._scores)
@@ -208,7 +210,7 @@ class Scoring:
         try:
             _WRITERS[self.output.suffix](frame, self._partial)
             self._partial.replace(self.output)
-        except OSError as error:
+        except (OSError, ComputeError) as error:  # Polars raises either for a full disk
             self._partial.unlink(missing_ok=True)
             raise ConfigError(f"--output {self.output} cannot be written ({error})") from error
         self.report_bad(manifest)

@@ -146,6 +146,8 @@ class ScoreBlocks:
         labels: NDArray[np.float32],
     ) -> None:
         """Write the file of a block, and then its record."""
+        from polars.exceptions import ComputeError
+
         path = self._file(block)
         partial = partial_of(path)
         frame = scored_rows(manifest, self._scoring.split, block.start, block.stop, scores, labels)
@@ -162,7 +164,7 @@ class ScoreBlocks:
                 "sum": float(scores.sum(dtype=np.float64)),
             }
             write_record(self._record(block), record)
-        except OSError as error:
+        except (OSError, ComputeError) as error:  # Polars raises either for a full disk
             raise ConfigError(f"--output {path} cannot be written ({error})") from error
 
     def finish(self, manifest: Manifest, blocks: Sequence[Block], run: str, step: int) -> None:

@@ -107,6 +107,12 @@ def test_without_the_store_ranks_of_this_machine_are_not_blamed():
             2,
         ),
         (
+            OSError("No space left on device (os error 28)"),  # as Polars raises it
+            "mistake",
+            f"no space left on device: {_MAKE_ROOM}",
+            2,
+        ),
+        (
             MemoryError(),
             "mistake",
             f"out of memory: the system has no more memory; {_NEED_LESS}",

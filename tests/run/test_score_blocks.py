@@ -72,6 +72,16 @@ def test_the_blocks_of_a_folder_equal_one_file(run, folder, tmp_path, source):
     assert names(tmp_path) == ["s.parquet", "scores"]
 
 
+@pytest.mark.parametrize("output", ["scores", "s.parquet"])
+def test_a_full_disk_is_reported_with_the_output(run, folder, tmp_path, monkeypatch, output):
+    def full(*_):  # Polars raises OSError or this error, which is not an OSError
+        raise pl.exceptions.ComputeError("parquet: No space left on device (os error 28)")
+
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    with pytest.raises(ConfigError, match=rf"--output .*{output}.* \(parquet: No space left on"):
+        predict(words(run, folder / "set", tmp_path / output))
+
+
 def test_fewer_rows_than_a_batch_are_scored(run, folder, tmp_path):
     source = write_csv(tmp_path / "few.csv", table(3))
     assert predict(words(run, source, tmp_path / "s.parquet")) == 0

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import resource
 import select
 import signal
@@ -192,8 +193,8 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"
         return Reason("mistake", reason), EXIT_MISTAKE
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return Reason("mistake", f"{(error.strerror or '').lower()}: {_MAKE_ROOM}"), EXIT_MISTAKE
+    if isinstance(error, OSError) and (number := errno_of(error)) in _FULL:
+        return Reason("mistake", f"{os.strerror(number).lower()}: {_MAKE_ROOM}"), EXIT_MISTAKE
     if detail := _out_of_memory(error):
         text = f"out of memory: {detail}{_memory_limits()}; {_NEED_LESS}"
         return Reason("mistake", text), EXIT_MISTAKE
@@ -204,6 +205,14 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     if isinstance(error, (PeerLostError, *_torch_peer_errors())):
         return Reason("lost_peer", first_line(error)), EXIT_LOST_PEER
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
+
+
+def errno_of(error: OSError) -> int:
+    """Return the OS error number, or 0 if it is unknown. Polars reports the number only in the
+    message.
+    """
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno or (int(match[1]) if match else 0)
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
