@@ -34,6 +34,7 @@ def embeddings(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
 
     import polars as pl
+    from polars.exceptions import ComputeError
     from polars.io.plugins import register_io_source
 
     from sbpflow.data.values import value_blocks
@@ -80,7 +81,7 @@ def embeddings(argv: Sequence[str]) -> int:
         else:
             table.sink_ipc(partial)
         partial.replace(output)
-    except OSError as error:
+    except (OSError, ComputeError) as error:  # Polars raises either for a full disk
         parser.error(f"--output {output} cannot be written ({error})")
     finally:
         partial.unlink(missing_ok=True)

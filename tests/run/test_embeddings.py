@@ -106,6 +106,16 @@ def test_all_values_and_their_vectors_are_written(run, tmp_path, monkeypatch, co
     assert [path.name for path in tmp_path.iterdir()] == [output.name]
 
 
+def test_a_full_disk_is_reported_with_the_output(run, tmp_path, monkeypatch):
+    def full(*_):  # Polars raises OSError or this error, which is not an OSError
+        raise pl.exceptions.ComputeError("parquet: No space left on device (os error 28)")
+
+    monkeypatch.setattr(pl.LazyFrame, "sink_parquet", full)
+    words = [str(run.dir), "--table", "deep.item", "--output", str(tmp_path / "x.parquet")]
+    with pytest.raises(ConfigError, match=r"--output .*x\.parquet cannot .*No space left on"):
+        embeddings(words)
+
+
 def test_a_column_named_vector_keeps_its_values(run):
     frame = command._frame(
         find_checkpoint(run.dir), "tables/deep.item", "vector", np.array([5]), np.array([2])
