@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.config.storage_rules import StorageRule
 from sbpflow.config.table_rules import TableRule
 from sbpflow.costs.ids import IdFrequencies, click_curve, exponent_of
 from sbpflow.embedding.plan.price import price_plan
@@ -218,6 +219,9 @@ def test_tables_that_do_not_fit_are_reported():
     small = replace(Topology.one_host(2), memory_bytes=(held // 8, held // 8))
     with pytest.raises(PlanError, match=r"scheme: auto: the tables take .* GB with their"):
         plan_run(auto(), FIELDS, world_size=2, device_type="cpu", topology=small)
+    cached = auto(storage={"deep.*": StorageRule(kind="file", cache="5%")})
+    _, plan = plan_run(cached, FIELDS, world_size=2, device_type="cpu", topology=small)
+    assert table_bytes(plan.embeddings) <= 2 * (held // 8)
 
 
 def test_auto_trains_like_the_other_schemes(ranks):

@@ -151,7 +151,9 @@ def rank_candidates(
 
 
 def table_bytes(plan: EmbeddingPlan) -> int:
-    """Return the total bytes of rows and optimizer state on all ranks."""
+    """Return the total bytes of rows and optimizer state on all ranks; of cached tables, only the
+    slots count.
+    """
     total = 0
     for group in plan.groups:
         for stack in group.stacks:
@@ -160,5 +162,8 @@ def table_bytes(plan: EmbeddingPlan) -> int:
             per_element = plan.row_dtype.itemsize + by_element * plan.dtype.itemsize
             for rank in plan.world.ranks:
                 shards = stack.shards(rank)
-                total += sum(s.num_rows * (per_row + per_element * s.width) for s in shards)
+                for shard in shards:
+                    storage = shard.table.storage
+                    rows = shard.num_rows if storage is None else storage.num_slots(shard.num_rows)
+                    total += rows * (per_row + per_element * shard.width)
     return total
