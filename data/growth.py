@@ -96,7 +96,7 @@ def _limits(entry: Mapping[str, Any]) -> str:
     if evict["idle_samples"]:
         parts.append(f"eviction after {evict['idle_samples']:,} samples without use")
     if evict["idle_time"]:
-        parts.append(f"eviction after {evict['idle_time']:,} of event time without use")
+        parts.append(f"eviction after an event time of {evict['idle_time']:,.15g} without use")
     if keys is not None:
         text = f"train has {keys:,} keys"
         if keys > evict["max_rows"] and count == 1:

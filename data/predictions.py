@@ -28,6 +28,7 @@ from sbpflow.data.format.npy import read_array
 from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import redacted
+from sbpflow.runtime.processes.launch import unwritable
 
 if TYPE_CHECKING:
     import polars as pl
@@ -212,7 +213,7 @@ class Scoring:
             self._partial.replace(self.output)
         except (OSError, ComputeError) as error:  # Polars raises either for a full disk
             self._partial.unlink(missing_ok=True)
-            raise ConfigError(f"--output {self.output} cannot be written ({error})") from error
+            raise ConfigError(f"--output {self.output} {unwritable(error)}") from error
         self.report_bad(manifest)
         if not self.is_set:
             shutil.rmtree(self.rows)

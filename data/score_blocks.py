@@ -20,6 +20,7 @@ from sbpflow.data.predictions import Scoring, scored_rows
 from sbpflow.data.prepare.workspace import partial_of, read_record, require_record, write_record
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.own_files import other_file
+from sbpflow.runtime.processes.launch import unwritable
 
 INDEX = "scores.json"
 _MARK, _ENCODED = "unfinished.json", "rows.json"
@@ -165,7 +166,7 @@ class ScoreBlocks:
             }
             write_record(self._record(block), record)
         except (OSError, ComputeError) as error:  # Polars raises either for a full disk
-            raise ConfigError(f"--output {path} cannot be written ({error})") from error
+            raise ConfigError(f"--output {path} {unwritable(error)}") from error
 
     def finish(self, manifest: Manifest, blocks: Sequence[Block], run: str, step: int) -> None:
         """Write the index, and remove everything except the index and the files of the blocks."""

@@ -261,7 +261,7 @@ class Run:
             scoring.refuse_unused(split, max_bad_fraction)
             bad = max_bad_fraction or 0.0
             with named_rows(folder):
-                job, loader = open_rows(checkpoint, config, scoring, opened, bad=bad)
+                job, loader = open_rows(checkpoint, config, scoring, opened, home=self.dir, bad=bad)
             yield _Rows(config, scoring, job, loader, output)
 
 

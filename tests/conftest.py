@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -66,17 +66,30 @@ def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects the tests of -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all cases of a test marked ``few(n)`` as slow, except n evenly spaced ones."""
+    """Mark the cases of a test marked ``few(n)`` as slow, except n of them."""
     tests: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         few = item.get_closest_marker("few")
         if few and not item.get_closest_marker("slow"):
             tests.setdefault((item.nodeid.split("[")[0], few.args[0]), []).append(item)
     for (_, n), cases in tests.items():
-        kept = {index * (len(cases) - 1) // max(1, n - 1) for index in range(n)}
-        for number, case in enumerate(cases):
-            if number not in kept:
+        kept = _various(cases, n)
+        for case in cases:
+            if case not in kept:
                 case.add_marker("slow")
+
+
+def _various(cases: Sequence[Any], n: int) -> list[Any]:
+    """Return n cases, each with as many values as possible that the cases before do not have; of
+    equal ones, the last.
+    """
+    values = {case: {(k, repr(v)) for k, v in case.callspec.params.items()} for case in cases}
+    chosen: list[Any] = []
+    while len(chosen) < min(n, len(cases)):
+        known = set().union(*(values[case] for case in chosen))
+        left = [case for case in reversed(cases) if case not in chosen]
+        chosen.append(max(left, key=lambda case: len(values[case] - known)))
+    return chosen
 
 
 def pytest_collection_finish() -> None:

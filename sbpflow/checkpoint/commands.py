@@ -6,6 +6,7 @@ The commands read, rewrite, and remove checkpoints without loading them into a j
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from os.path import lexists
 from typing import Any, cast
 
 import torch
@@ -56,11 +57,11 @@ def list_text(path: AnyPath) -> str:
     for folder in checkpoints_of(path):
         try:
             checkpoint = checked(folder)
-        except CheckpointError as error:
-            if folder.is_dir():  # else the run has removed it since the folder was listed
+            written = datetime.fromtimestamp((folder / INDEX_FILE).stat().st_mtime)
+        except (CheckpointError, FileNotFoundError) as error:
+            if not _is_gone(folder):
                 lines.append(f"{folder.name:<16} {'':<16} {'':>12} {'':>8}  DAMAGED: {error}")
             continue
-        written = datetime.fromtimestamp((folder / INDEX_FILE).stat().st_mtime)
         size, count = f"{checkpoint.num_bytes / 1e6:,.1f} MB", len(checkpoint.tensors)
         lines.append(
             f"{folder.name:<16} {written:%Y-%m-%d %H:%M} {size:>12} {count:>8}  "
@@ -84,20 +85,30 @@ def _describe(checkpoint: Checkpoint) -> str:
 def verify_text(path: AnyPath) -> tuple[str, bool]:
     """Read every byte of every checkpoint; return a line for each, and whether all are intact.
 
-    A checkpoint that a run removes before it has been read does not count as damaged.
+    A checkpoint that is removed before it has been read does not count as damaged.
     """
     faults, is_whole = dict[AnyPath, str](), True
     lines = list[str]()
     for folder in checkpoints_of(path):
         checkpoint, fault = _verified(folder, faults)
-        if fault and not folder.is_dir():
-            lines.append(f"removed {folder}, by a run, before it could be read")
+        if fault and _is_gone(folder):
+            lines.append(f"removed {folder}: it was deleted before it could be read (by a run?)")
         elif fault:
             lines.append(f"DAMAGED {fault}")
             is_whole = False
         elif checkpoint is not None:
             lines.append(f"ok      {folder}: all {checkpoint.num_bytes:,} bytes are intact")
     return "\n".join(lines), is_whole
+
+
+def _is_gone(folder: AnyPath) -> bool:
+    """Return whether a listed checkpoint has been removed; in a store, its index is removed first.
+
+    A link whose target is missing, for example on another disk, has not been removed.
+    """
+    if isinstance(folder, RemotePath):
+        return not (folder / INDEX_FILE).exists()
+    return not lexists(folder)
 
 
 def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:

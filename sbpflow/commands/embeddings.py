@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sbpflow.commands.saved_run import add_model, saved_run
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.runtime.processes.launch import ArgumentParser, unwritable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +82,7 @@ def embeddings(argv: Sequence[str]) -> int:
             table.sink_ipc(partial)
         partial.replace(output)
     except (OSError, ComputeError) as error:  # Polars raises either for a full disk
-        parser.error(f"--output {output} cannot be written ({error})")
+        parser.error(f"--output {output} {unwritable(error)}")
     finally:
         partial.unlink(missing_ok=True)
     print(f"{output}: {num_rows:,} values of {feature} with vectors of {dim} numbers")

@@ -106,6 +106,7 @@ def _predict(argv: Sequence[str]) -> int:
             config,
             scoring,
             opened,
+            home=scoring.output.parent,
             bad=bad,
             joined=joined,
             blocks=blocks,
@@ -212,7 +213,9 @@ def _load(model: _ModelOnWorker) -> _Loaded:
     config = config_of_run(names, checkpoint)
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     rows = Scoring([str(model.rows)], model.output, model.split, like, overwrite=True)
-    job, loader = open_rows(checkpoint, config, rows, ExitStack(), bad=0.0)
+    job, loader = open_rows(
+        checkpoint, config, rows, ExitStack(), home=model.output.parent, bad=0.0
+    )
     return _Loaded(job, loader, blocks_of(rows, model.block_rows, checkpoint, config), rows)
 
 
@@ -280,15 +283,17 @@ def open_rows(
     scoring: "Scoring",
     opened: ExitStack,
     *,
+    home: Path,
     bad: float,
     joined: Callable[[int], None] | None = None,
     blocks: "ScoreBlocks | None" = None,
 ) -> "tuple[Job, RowLoader]":
     """Load a saved model and open the encoded rows to score, on this rank.
 
-    ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
-    ranks have joined. Everything that this function opens is registered with ``opened``, which the
-    caller must close. Rank 0 encodes raw rows for all ranks, with all CPUs of its machine.
+    Files with rows of cached tables are created in ``home``, because the run's folder may have
+    moved. ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once
+    all ranks have joined. Everything that this function opens is registered with ``opened``, which
+    the caller must close. Rank 0 encodes raw rows for all ranks, with all CPUs of its machine.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
@@ -302,8 +307,7 @@ def open_rows(
     world_size = world_size_of_environment()
     device_type = device_type_of(config.parallel.device)
     config, planned = saved_layouts(checkpoint, config, world_size, device_type)
-    # Files with rows of cached tables go next to the scores, because run.dir may have moved.
-    config = replace(config, run=replace(config.run, dir=scoring.output.parent))
+    config = replace(config, run=replace(config.run, dir=home))
     few = world_size == 1 and scoring.is_small(config.data.batch_size)
     config = _for_few_rows(config) if few else config
 

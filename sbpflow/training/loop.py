@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
+import torch
+
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
@@ -91,8 +93,8 @@ class Result:
 
 class Pace:
     """Counts the steps, rows, and seconds of training and, separately, the seconds spent waiting
-    for data and for transfers. Evaluations and the start and end of a trace are excluded, and so is
-    the first step, because it allocates memory and opens connections.
+    for data and for transfers. Evaluations and the start and end of this rank's trace are excluded,
+    and so is the first step, because it allocates memory and opens connections.
     """
 
     def __init__(self, world: World) -> None:
@@ -100,7 +102,7 @@ class Pace:
         self.seconds = 0.0
         # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
         self._interval = [0, 0, 0.0, 0.0, 0.0]
-        self._waits = world.waits if world.size > 1 else None
+        self._device, self._waits = world.device, world.waits if world.size > 1 else None
         self._restart(time.perf_counter())
         self._data_seconds = 0.0
         self._warm = False
@@ -125,7 +127,11 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Exclude the time in this context from the time of the step."""
+        """Exclude the time in this context from the time of the step, which includes the work that
+        the device has not yet done.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         yield
         self._begin += time.perf_counter() - start
@@ -214,7 +220,7 @@ def fit(
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
     last = last_step(train, loaders["train"].num_steps, checkpoints)
-    _check_val(train, watchers, loaders, last)
+    _check_val(train, watchers, loaders, last, boxing.world.rank)
     _check_profile(profiler, checkpoints.step, last, boxing.world.rank)
     step, pace, times = checkpoints.step, Pace(boxing.world), MoveTimes()
     caches, growth = CacheWatch(trainer), GrowthWatch(trainer.growth_counts, boxing.world.rank)
@@ -257,7 +263,7 @@ def fit(
             break
         pace.resume()
     trainer.drain()  # If the run stops early, announced batches are left over.
-    _close(profiler, step)
+    _close(profiler, step, boxing.world.rank)
     result = Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
@@ -317,10 +323,10 @@ def _check_profile(profiler: StepProfiler | None, step: int, last: int, rank: in
         )
 
 
-def _close(profiler: StepProfiler | None, step: int) -> None:
+def _close(profiler: StepProfiler | None, step: int, rank: int) -> None:
     if profiler is not None:
         profiler.close()
-        if step < profiler.first:
+        if step < profiler.first and rank == 0:
             logger.warning(
                 "train.profile: no trace was written; the run stopped before step %d",
                 profiler.first,
@@ -328,7 +334,7 @@ def _close(profiler: StepProfiler | None, step: int) -> None:
 
 
 def _check_val(
-    train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader], last: int
+    train: TrainConfig, watchers: Watchers, loaders: Mapping[str, Loader], last: int, rank: int
 ) -> None:
     rows = loaders["val"].num_steps if "val" in loaders else 0
     key = "train.stop" if train.stop else "train.plateau" if train.plateau else _KEEP_BEST
@@ -337,7 +343,7 @@ def _check_val(
             f"{key} watches the split val, but the data has no val rows; prepare the data with "
             f"a val split, or remove {key}"
         )
-    if watchers.active and train.eval_every >= last:
+    if watchers.active and train.eval_every >= last and rank == 0:
         text = "%s has no effect: train.eval_every is %d, but the run has only %d steps"
         logger.warning(text, key, train.eval_every, last)
 
@@ -353,12 +359,14 @@ def _watched(
     if profiler is None:
         yield
         return
-    with pace.paused():
-        profiler.before(step)
+    if profiler.starts_at(step):
+        with pace.paused():
+            profiler.start()
     with profiler.step(step, times) as trainer.move_watch:
         yield
-    with pace.paused():
-        profiler.after(step)
+    if step == profiler.last:
+        with pace.paused():
+            profiler.close()
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 from sbpflow.runtime.files.run_folder import TRACE_FILE
 from sbpflow.runtime.ranks.world import World
@@ -88,10 +87,9 @@ class StepProfiler:
         """
         return None if steps is None else StepProfiler(*steps, folder, world)
 
-    def before(self, step: int) -> None:
-        """Start the trace if ``step``, which comes next, is the first step in range."""
-        if self._profile is None and self.first <= step <= self.last:
-            self._start()
+    def starts_at(self, step: int) -> bool:
+        """Return whether ``step``, which comes next, is the first traced step of this process."""
+        return self._profile is None and self.first <= step <= self.last
 
     @contextmanager
     def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
@@ -103,15 +101,8 @@ class StepProfiler:
         with record_function(f"step {step}"):
             yield _Traced(self, times)
 
-    def after(self, step: int) -> None:
-        """Write the trace if ``step``, which has just ended, is the last step in range."""
-        if step == self.last:
-            self.close()
-
     def close(self) -> None:
-        """Write the trace, even if the run ended before step ``last``. Raises ConfigError if the
-        trace cannot be written.
-        """
+        """Write the trace, even if the run ended before step ``last``."""
         running, self._profile = self._profile, None
         if running is None:
             return
@@ -121,10 +112,9 @@ class StepProfiler:
         self.path.unlink(missing_ok=True)  # of an earlier start of this run
         running.export_chrome_trace(str(self.path))
         if not self.path.exists():  # torch only logs the error, without its reason
-            raise ConfigError(
-                f"train.profile: torch could not write {self.path}; free some space on this disk, "
-                "or remove train.profile"
-            )
+            self.path.with_name(f"{self.path.name}.tmp").unlink(missing_ok=True)
+            LOG.warning("train.profile: torch could not write %s; is its disk full?", self.path)
+            return
         try:
             trace = object_of(read_json(self.path), str(self.path))
         except JsonError as error:  # the file exceeds the size limit or has an unexpected format
@@ -134,7 +124,8 @@ class StepProfiler:
         trace["rank"], trace["world_size"] = self._world.rank, self._world.size
         self.path.write_text(json.dumps(trace), encoding="utf-8")
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the trace."""
         self._log_was_enabled, self._world.log.enabled = self._world.log.enabled, True
         kinds = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":

@@ -72,7 +72,15 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_damaged(
     out = capsys.readouterr().out
     assert "DAMAGED" not in out
     assert f"ok      {kept / 'step-3'}: all 452" in out or command == "ls"
-    assert (f"removed {pruned}, by a run, before" in out) == (command == "verify")
+    assert (f"removed {pruned}: it was deleted before" in out) == (command == "verify")
+
+
+@pytest.mark.parametrize("command", ["verify", "ls"])
+def test_a_link_to_a_missing_checkpoint_is_damaged(folder, capsys, command):
+    shutil.rmtree(folder / "checkpoints/step-5")
+    (folder / "checkpoints/step-5").symlink_to("/other/disk/step-5")
+    checkpoint([command, str(folder)])
+    assert "DAMAGED" in capsys.readouterr().out
 
 
 def test_diff_names_what_differs_and_by_how_much(folder, tmp_path, capsys, monkeypatch):

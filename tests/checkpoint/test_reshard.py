@@ -3,6 +3,7 @@
 The tests run a seeded sample of the cases; ``benchmarks/reshard.py`` runs the full matrix.
 """
 
+import pytest
 import torch
 
 from benchmarks.reshard import (
@@ -14,27 +15,29 @@ from benchmarks.reshard import (
 )
 from sbpflow.checkpoint.read import open_checkpoint
 
-SAMPLE = cases(seed=5, count=5, before=3, after=4)
 
-
-def test_runs_resume_under_another_layout(ranks, memory):
+@pytest.mark.parametrize("count", [6, pytest.param(14, marks=pytest.mark.slow)])
+def test_runs_resume_under_another_layout(ranks, memory, count):
+    sample = cases(seed=1, count=count, before=3, after=4)
     for size in (1, 2, 4):
-        ranks(size, save_all, str(memory), SAMPLE)
-    found = [result for size in (1, 2, 4) for result in ranks(size, go_on_all, str(memory), SAMPLE)]
+        ranks(size, save_all, str(memory), sample)
+    found = [result for size in (1, 2, 4) for result in ranks(size, go_on_all, str(memory), sample)]
     beyond = [
-        (SAMPLE[number], name, difference)
+        (sample[number], name, difference)
         for of_rank in found
         for number, differences in of_rank.items()
         for name, difference in differences.items()
-        if not difference <= bound_of(SAMPLE[number])
+        if not difference <= bound_of(sample[number])
     ]
     assert beyond == []
-    assert {number for of_rank in found for number in of_rank} == set(range(len(SAMPLE)))
-    assert sum(bound_of(case) == 0.0 for case in SAMPLE) >= 3, "some are to be equal bit by bit"
-    assert (
-        {case.saved.size for case in SAMPLE} == {case.loaded.size for case in SAMPLE} == {1, 2, 4}
+    assert {number for of_rank in found for number in of_rank} == set(range(len(sample)))
+    assert sum(bound_of(case) == 0.0 for case in sample) >= count // 4, (
+        "some are to be equal bit by bit"
     )
-    for case in SAMPLE[:5]:
+    assert (
+        {case.saved.size for case in sample} == {case.loaded.size for case in sample} == {1, 2, 4}
+    )
+    for case in sample[:5]:
         saved = open_checkpoint(saved_folder(memory, case) / f"step-{case.before}")
         saved.verify()
         whole = sum(t.whole.num_elements * t.dtype.itemsize for t in saved.tensors.values())

@@ -84,7 +84,6 @@ def test_an_unfinished_run_is_not_mixed_with_one_of_other_options(tmp_path, run_
     assert folder_bytes(tmp_path / "set") == folder_bytes(tmp_path / "clean")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick([1, 2], lambda n: n == 0))
 def test_a_read_killed_at_any_step_delivers_every_row_once(tmp_path, run_killed, seed):
     make_set(tmp_path / "set", 20_000)

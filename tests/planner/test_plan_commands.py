@@ -320,7 +320,6 @@ def test_the_dense_part_is_priced_with_the_tables(tmp_path):
         assert with_dense - without == pytest.approx(16 * 500_000, abs=2)
 
 
-@pytest.mark.slow
 def test_unknown_planners_and_impossible_tasks_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="must be one of auto, random"):
         planner_of("best")

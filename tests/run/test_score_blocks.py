@@ -78,7 +78,7 @@ def test_a_full_disk_is_reported_with_the_output(run, folder, tmp_path, monkeypa
         raise pl.exceptions.ComputeError("parquet: No space left on device (os error 28)")
 
     monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
-    with pytest.raises(ConfigError, match=rf"--output .*{output}.* \(parquet: No space left on"):
+    with pytest.raises(ConfigError, match=rf"--output .*{output}.* \(no space left on device\)"):
         predict(words(run, folder / "set", tmp_path / output))
 
 

@@ -190,7 +190,6 @@ def test_deltas_can_add_keys_to_spare_rows(exported, prepared, tmp_path):
     assert changed.score([row])[0] != model.score([row])[0]
 
 
-@pytest.mark.slow
 def test_a_server_counts_keys_without_a_row_as_unknown(exported, tmp_path):
     folder, _ = exported
     text = write_csv(tmp_path / "rows.csv", drifting_rows(900)[400:500]).read_bytes()

@@ -76,7 +76,6 @@ def test_killed_runs_resume_with_and_without_a_cache(
     check_equal(tmp_path, whole)
 
 
-@pytest.mark.slow
 def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp_path):
     assert run(synth_set, tmp_path / "run", *COMMON, *CACHED) == 0
     moved = (tmp_path / "run").rename(tmp_path / "moved")

@@ -1,6 +1,8 @@
 """Tests the times of moves, and Chrome traces of steps, which show the bytes sent."""
 
+import io
 import json
+import logging
 import re
 import time
 from pathlib import Path
@@ -87,27 +89,31 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
 
 
 def traced_on_a_full_disk(world: World, folder: str) -> str:
-    with (
-        mock.patch.object(torch.profiler.profile, "export_chrome_trace"),  # torch only logs errors
-        pytest.raises(ConfigError) as caught,
-    ):
+    def fails(_: Any, path: str) -> None:  # torch only logs errors
+        Path(f"{path}.tmp").write_text("a part")
+
+    text = io.StringIO()
+    logging.getLogger("sbpflow").addHandler(handler := logging.StreamHandler(text))
+    with mock.patch.object(torch.profiler.profile, "export_chrome_trace", fails):
         traced(world, make_config("dp", "sgd"), folder, (3, 4), 6)
-    return str(caught.value)
+    logging.getLogger("sbpflow").removeHandler(handler)
+    return text.getvalue()
 
 
 def test_a_trace_that_cannot_be_written_is_reported(ranks, tmp_path):
     path = tmp_path / "trace-rank0.json"
     path.write_text('{"traceEvents": []}')  # of an earlier start of the run
     (message,) = ranks(1, traced_on_a_full_disk, str(tmp_path))
-    assert f"train.profile: torch could not write {path}; free some space" in message
+    assert f"train.profile: torch could not write {path}; is its disk full?" in message
+    assert list(tmp_path.glob("trace*")) == []
 
 
 def traced_slowly(world: World, folder: str) -> list[float]:
     def late(method: Any) -> Any:
         return lambda profiler: [time.sleep(1.0), method(profiler)]
 
-    start, close = late(StepProfiler._start), late(StepProfiler.close)
-    with mock.patch.multiple(StepProfiler, _start=start, close=close):
+    start, close = late(StepProfiler.start), late(StepProfiler.close)
+    with mock.patch.multiple(StepProfiler, start=start, close=close):
         extra = traced(world, make_config("dp", "sgd"), folder, (3, 4), 6)["extra"]
     return [figures["step_ms"] for figures in extra]
 

@@ -12,11 +12,13 @@ from glob import escape
 from sbpflow.config.table_rules import TableRule
 from sbpflow.costs.ids import IdFrequencies
 from sbpflow.costs.prices import Price
+from sbpflow.embedding.cache.slot_planner import planning_bytes
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.embedding.plan.two_level import SBP as TWO_LEVEL
 from sbpflow.errors import PlanError
+from sbpflow.run.planning.text import format_size
 from sbpflow.runtime.ranks.topology import Topology
 
 Rules = dict[str, TableRule]
@@ -141,18 +143,18 @@ def rank_candidates(
             fitting += [Candidate(name, rules[name], price, planned) for name in names]
     if not fitting:
         raise PlanError(
-            f"parallel.scheme: auto: the tables take at least {smallest / 1e9:.1f} GB with their "
-            f"state, but the ranks have {limit / 1e9:.1f} GB; use fewer rows, a smaller "
-            "model.embedding_dim, parallel.table_dtype: bfloat16, or more machines with a scheme "
-            "such as parallel.scheme: row_dedup"
+            f"parallel.scheme: auto: the tables take at least {format_size(smallest)} with their "
+            f"state, but the ranks have {format_size(limit)}; use fewer rows, a smaller "
+            "model.embedding_dim, parallel.table_dtype: bfloat16, a cache (parallel.storage), or "
+            "more machines with a scheme such as parallel.scheme: row_dedup"
         )
     order = list(rules)
     return sorted(fitting, key=lambda each: (each.price.ms, order.index(each.name)))
 
 
 def table_bytes(plan: EmbeddingPlan) -> int:
-    """Return the total bytes of rows and optimizer state on all ranks; of cached tables, only the
-    slots count.
+    """Return the total bytes of rows and optimizer state on all ranks; of cached tables, those of
+    the slots and, on CPU, of their planning.
     """
     total = 0
     for group in plan.groups:
@@ -166,4 +168,6 @@ def table_bytes(plan: EmbeddingPlan) -> int:
                     storage = shard.table.storage
                     rows = shard.num_rows if storage is None else storage.num_slots(shard.num_rows)
                     total += rows * (per_row + per_element * shard.width)
+                    if storage is not None and plan.world.device_type == "cpu":
+                        total += planning_bytes(shard.num_rows, rows)
     return total

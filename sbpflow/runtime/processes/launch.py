@@ -71,7 +71,8 @@ class _Once(argparse.Action):
     ) -> None:
         if option_string is not None and namespace is self._stored_in:
             all_values = ", followed by all its values" if self.nargs == "+" else ""
-            parser.error(f"{option_string} is given twice; give it once{all_values}")
+            names = "/".join(self.option_strings)
+            parser.error(f"{names} is given twice; give it once{all_values}")
         self._stored_in = namespace
         setattr(namespace, self.dest, values)
 
@@ -207,12 +208,20 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
 
 
-def errno_of(error: OSError) -> int:
+def errno_of(error: Exception) -> int:
     """Return the OS error number, or 0 if it is unknown. Polars reports the number only in the
-    message.
+    message, and not always in an OSError.
     """
     match = re.search(r"\(os error (\d+)\)", str(error))
-    return error.errno or (int(match[1]) if match else 0)
+    known = error.errno if isinstance(error, OSError) else None
+    return known or (int(match[1]) if match else 0)
+
+
+def unwritable(error: Exception) -> str:
+    """Return why an output cannot be written, and what helps."""
+    number = errno_of(error)
+    reason = os.strerror(number).lower() if number else str(error)
+    return f"cannot be written ({reason}); use a writable folder with enough space"
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
