@@ -239,7 +239,7 @@ def parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
-    add("--input", nargs="+", type=input_path, required=True, metavar="PATH",
+    add("--input", nargs="+", action="extend", type=input_path, required=True, metavar="PATH",
         help="text files (.tsv, .txt, or .csv; plain, .gz, .zst, .bz2, or .xz), Parquet or Arrow "
         "files, or folders of such files, in time order; also fsspec URLs (s3://)")  # fmt: skip
     add("--output", type=any_path, required=True, metavar="DIR", help="folder of the set, which is "
@@ -278,8 +278,8 @@ def parser() -> ArgumentParser:
     encode = commands.add_parser("encode", help="encode new rows with the ids of a set")
     add = encode.add_argument
     add("--like", type=any_path, required=True, metavar="SET", help="set that provides the ids")
-    add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="files as in "
-        "prepare; labels are optional")  # fmt: skip
+    add("--input", nargs="+", action="extend", type=input_path, required=True, metavar="PATH",
+        help="files as in prepare; labels are optional")  # fmt: skip
     add("--output", type=any_path, required=True, metavar="DIR", help="as in prepare")
     _add_common(encode)
     encode.set_defaults(run=_encode)

@@ -50,7 +50,8 @@ def _predict(argv: Sequence[str]) -> int:
     )
     add_model(parser)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
+    add("--input", nargs="+", action="extend", required=True, metavar="PATH",
+        help="raw rows, or one prepared set")  # fmt: skip
     text = "a .parquet, .csv or .tsv file, or a folder of Parquet files (no suffix)"
     add("--output", type=local_path, required=True, metavar="PATH", help=text)
     text = f"rows per file if the output is a folder (default {_BLOCK_ROWS:,})"

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.ids import HashedIds
 from sbpflow.data.format.schema import CRITEO
@@ -129,8 +130,6 @@ def test_parquet_is_read_in_pieces(tmp_path):
     arguments = ["prepare", "--input", str(tmp_path / "r.parquet"), "--dense", "identity"]
     arguments += ["--schema", str(tmp_path / "schema.yaml"), "--output", str(tmp_path / "set")]
     assert main([*arguments, "--split", "time:1,0,0"]) == 0
-    from sbpflow.data import load_manifest
-
     manifest = load_manifest(tmp_path / "set")
     assert len(manifest.shards("train")) == 2
     assert np.array_equal(floats(manifest, "train")[:, 1], np.arange(count))
@@ -280,6 +279,14 @@ def test_a_user_mistake_gives_one_readable_message(tmp_path, source, capsys, arg
     assert error.count("error: ") == 1
     assert message in error
     assert "Traceback" not in error
+
+
+def test_the_input_can_be_given_several_times(tmp_path, source):
+    other = shutil.copy(source, tmp_path / "other.tsv")
+    found = tmp_path / "set"
+    both = ["--input", str(source), "--input", str(other)]
+    assert main(["prepare", *both, "--output", str(found)]) == 0
+    assert sum(load_manifest(found).splits.values()) == 6000
 
 
 def test_an_existing_output_is_not_replaced(tmp_path, source):

@@ -198,24 +198,3 @@ def test_usage_mistakes_are_config_errors():
     parser.add_argument("--config", required=True)
     with pytest.raises(ConfigError, match=r"required: --config; usage: train_wdl.py"):
         parser.parse_args([])
-
-
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [
-        ("--config a.yaml key=1 --config=b.yaml", "--config is given twice; give it once"),
-        ("--config a --input x y --input z", "--input is given twice; give it once, followed by"),
-    ],
-)
-def test_no_value_of_an_option_is_dropped(words, rule):
-    parser = ArgumentParser(prog="sbpflow")
-    command = parser.add_subparsers().add_parser("run")
-    command.add_argument("--config", required=True)
-    command.add_argument("--input", nargs="+")
-    command.add_argument("--name", action="append")
-    command.add_argument("overrides", nargs="*")
-    for _ in range(2):  # a parser can be used again
-        args = parser.parse_args(["run", "--config", "a", "--name", "b", "--name", "c"])
-        assert (args.config, args.name) == ("a", ["b", "c"])
-    with pytest.raises(ConfigError, match=rule):
-        parser.parse_args(["run", *words.split()])

@@ -4,14 +4,16 @@ exports as runs with tables in memory.
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+import sbpflow
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands.explain import explain
 from sbpflow.commands.export import export
-from sbpflow.commands.predict import predict
+from sbpflow.commands.predict import open_rows, predict
 from tests.training.test_resume import CONFIG, events, interrupted, run, words
 
 # The kernel is fixed, because runs with different storage would measure and choose kernels
@@ -92,6 +94,9 @@ def test_predictions_and_exports_of_a_cached_run_are_equal(synth_set, whole, tmp
         found[name] = out.read_bytes(), [path.read_bytes() for path in weights]
     assert found["whole"] == found["cached"]
     assert not (tmp_path / "run").exists(), "the rows of the prediction need another folder"
+    with mock.patch("sbpflow.api.open_rows", wraps=open_rows) as opened:
+        sbpflow.load(moved).evaluate(synth_set)
+    assert opened.call_args.kwargs["home"] == moved
 
 
 def test_a_cache_too_small_for_a_step_is_refused_with_a_size(synth_set, tmp_path):

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError, PeerStoppedError
 from sbpflow.runtime.processes.exit_messages import Meeting, Reason
@@ -55,37 +55,8 @@ class Terminated(BaseException):
     """Raised on SIGTERM; a BaseException, because programs must not catch it by accident."""
 
 
-class _Once(argparse.Action):
-    """Stores the value of an option. An option given twice is an error, because argparse would
-    silently drop the first value, such as the files of the first ``--input``.
-    """
-
-    _stored_in: argparse.Namespace | None = None
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        if option_string is not None and namespace is self._stored_in:
-            all_values = ", followed by all its values" if self.nargs == "+" else ""
-            names = "/".join(self.option_strings)
-            parser.error(f"{names} is given twice; give it once{all_values}")
-        self._stored_in = namespace
-        setattr(namespace, self.dest, values)
-
-
 class ArgumentParser(argparse.ArgumentParser):
-    """Raises usage errors as ConfigError, so that N ranks print one message instead of N. Options
-    may be given only once, except those with the action ``append``.
-    """
-
-    def __init__(self, **options: Any) -> None:  # noqa: ANN401 (those of argparse)
-        super().__init__(**options)
-        self.register("action", None, _Once)
-        self.register("action", "store", _Once)
+    """Raises usage errors as ConfigError, so that N ranks print one message instead of N."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
