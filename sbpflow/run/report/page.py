@@ -18,6 +18,7 @@ from sbpflow.run.report.charts import (
 from sbpflow.run.report.data import Run, read_runs
 from sbpflow.run.report.html import document, html_row, html_table
 from sbpflow.runtime.files.run_folder import REPORT_FILE
+from sbpflow.runtime.processes.launch import unwritable
 
 Figure = float | int | None
 
@@ -31,11 +32,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(
-            f"report: {file} cannot be written ({reason}); use a file in a writable folder, for "
-            "example, --output ~/report.html"
-        ) from error
+        text = f"report: {file} {unwritable(error)}, for example, --output ~/report.html"
+        raise ConfigError(text) from error
     return file
 
 
