@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sbpflow.costs.counts import INDEX, MEMORY, vector_of
+from sbpflow.costs.prices import GROUP_MS, WORK_MS
 from sbpflow.embedding.cache.slot_planner import planning_bytes
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.errors import ConfigError
@@ -82,6 +83,8 @@ def test_columns_and_kernels_separate_groups_as_in_the_engine():
     totals, engine = count_work(task, plan), embedding_plan(task, plan)
     assert totals[0, INDEX["num_row_transfers"]] == len(engine.groups) == 2
     assert totals[0, INDEX["num_squares"]] == 2
+    # All ranks wait for the sums of squares, which takes much longer than sending them.
+    assert WORK_MS[INDEX["num_squares"]] == GROUP_MS
 
     stored = RowStorage(kind="file", share=0.2, key="parallel.storage.t0")
     wanted = [{"kernel": "torch"}, {"kernel": "torch"}, {"storage": stored}]
