@@ -243,10 +243,12 @@ class _Beam:
                 ranks[parts.table[part]].append(device)
         moves: list[Move] = []
         for table, (cut, mine) in enumerate(zip(cuts, ranks, strict=True)):
-            number = option_number(self.setting.problem.options[table], _column_shape(cut))
+            options = self.setting.problem.options[table]
+            number = option_number(options, _column_shape(cut))
             if number is None:
                 number = self.setting.whole_option[table]
-            moves.append(Move(number, tuple(sorted(mine))))
+            # On a single rank, a whole table is a copy, which has no shards.
+            moves.append(Move(number, tuple(sorted(mine)) if options[number].num_shards else ()))
         return tuple(moves)
 
 

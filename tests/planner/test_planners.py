@@ -176,6 +176,14 @@ def test_training_is_reproducible(kind, amount):
     held_out.task.check(plan_of(held_out.task, held_out.problem, first))
 
 
+@pytest.mark.parametrize("kind", LEARNED.values())
+def test_learned_planners_plan_for_a_single_rank(kind):
+    alone = setting(3, 1)
+    planned = plan_of(alone.task, alone.problem, kind.blank(1).plan(alone))
+    assert set(planned.values()) == {Choice(Shape("B", "local"), (0,))}
+    assert price_of(alone.problem, kind.blank(1).plan(alone)).ms > 0
+
+
 def cost_error(net, model, one):
     """Return a cost network's error in ms for tables placed on the devices alternately."""
     devices = torch.arange(len(one.tables)) % one.num_ranks
