@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from sbpflow.config.topology_file import read_topology
-from sbpflow.errors import AbsentError, ConfigError
+from sbpflow.errors import AbsentError, ConfigError, PlanError
+from sbpflow.run.execution import start
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe, format_plan
 from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
@@ -164,6 +166,32 @@ def test_a_world_on_two_hosts_uses_pairwise_messages_automatically(tmp_path):
         for rank, machine in enumerate(machines):
             found = (tmp_path / str(rank)).read_text()
             assert found == f"((0,), (1,)) {machine.interface} True"
+
+
+def test_tables_too_large_for_one_host_are_planned_for_all_hosts(monkeypatch):
+    """Before the ranks join, each host plans as if it had all of them."""
+    one, two = Topology.one_host(4), Topology(hosts=((0, 1), (2, 3)))
+    config = SimpleNamespace(parallel=SimpleNamespace(topology=None, timeout_s=1.0))
+
+    def make(topology):
+        if len(topology.hosts) == 1:
+            raise PlanError(f"no plan fits on {len(topology.hosts)} host")
+        return topology.hosts, "rest"
+
+    monkeypatch.setattr(start, "world_size_of_environment", lambda: 4)
+    monkeypatch.setattr(start, "Meeting", SimpleNamespace(connect=Mock()))
+    monkeypatch.setattr(start, "assumed_topology", lambda size, device: one)
+    for found, all_here in ((two, False), (one, False), (one, True)):
+        monkeypatch.setattr(start, "all_ranks_here", lambda here=all_here: here)
+        find = Mock(return_value=replace(found, hosts_source="handshake"))
+        monkeypatch.setattr(start, "find_topology", find)
+        if found is two:
+            assert start.plan_for_ranks(config, "cpu", make) == (two.hosts, "rest")
+        else:
+            with pytest.raises(PlanError, match="no plan fits on 1 host"):
+                start.plan_for_ranks(config, "cpu", make)
+        # Ranks that are all on one host do not wait for each other to report the error.
+        assert find.called == (not all_here)
 
 
 def _topology(world):

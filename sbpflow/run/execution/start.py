@@ -12,11 +12,13 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.checks import run_dir
 from sbpflow.config.load import config_facts
 from sbpflow.config.schema import Config
+from sbpflow.errors import PlanError
 from sbpflow.run.planning.build_plan import given_topology
 from sbpflow.run.planning.explain import plan_digest
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.runtime.processes.exit_messages import Meeting
+from sbpflow.runtime.processes.store import all_ranks_here
 from sbpflow.runtime.ranks.hosts import assumed_topology, find_topology
 from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
 from sbpflow.runtime.ranks.topology import Topology
@@ -33,21 +35,30 @@ def plan_for_ranks(
 
     To discover their hosts, all ranks must join; if a rank is missing, waiting for it takes
     minutes. Therefore, a plan for one host is made first, so that configuration errors are reported
-    immediately. That plan is used if all ranks turn out to share a host.
+    immediately. That plan is used if all ranks turn out to share a host. Only if no plan fits in
+    the memory of one host, the error waits for the hosts, which may have enough together.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):
         return make(given)
     assumed = assumed_topology(world_size, device_type)
-    plan, rest = make(assumed)
+    try:
+        made = make(assumed)
+    except PlanError as error:
+        if all_ranks_here():
+            raise
+        made = error
     ranks = Meeting.connect()
     discovered = find_topology(
         ranks.store, ranks.rank, world_size, device_type, config.parallel.timeout_s
     )
-    if discovered == replace(assumed, hosts_source=discovered.hosts_source):
-        topology = replace(plan.topology, hosts_source=discovered.hosts_source)
-        return replace(plan, topology=topology), rest
-    return make(discovered)
+    if discovered != replace(assumed, hosts_source=discovered.hosts_source):
+        return make(discovered)
+    if isinstance(made, PlanError):
+        raise made
+    plan, rest = made
+    topology = replace(plan.topology, hosts_source=discovered.hosts_source)
+    return replace(plan, topology=topology), rest
 
 
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
