@@ -158,11 +158,13 @@ def _factors(like: Record) -> Floats:
         sent[INDEX["network_bytes"]] = 1.0 / far
         parameter /= far * (world_size // like.num_hosts)
     sent[INDEX["dense_parameters"]] = parameter
+    # A single rank makes no calls, so all of a step's fixed time is work.
+    calls = _CALLS if world_size > 1 else _NONE
     no_transfers = np.zeros((len(PHASES), NUM_FEATURES))
     return np.array(
         [
             *([work, *no_transfers] for work in (WORK_MS, DENSE_MS, _ALWAYS)),
-            *([_NONE, *by_phase(transfers)] for transfers in (1e-6 * sent, _CALLS)),
+            *([_NONE, *by_phase(transfers)] for transfers in (1e-6 * sent, calls)),
         ]
     )
 

@@ -413,6 +413,21 @@ def test_a_slow_link_does_not_remove_the_prices_of_work():
     assert (fitted_prices(records, math.inf)[0, WORK_MS > 0] > 0).all()
 
 
+def test_the_profile_of_one_rank_includes_the_fixed_time_of_a_step():
+    """Most of a step on one GPU is fixed time, and a single rank has no transfers."""
+    work = described("h100-dgx").prices(1)[:, 0]
+    tasks = [draw_sample(number, 1, "cuda", "sgd").task for number in range(4)]
+    plans = [{t.name: Choice(Shape("B", "local"), (0,)) for t in task.tables} for task in tasks]
+    records = [
+        Record(sample=number, totals=totals, rounds_ms=(float((totals @ work).sum()) + 8.0,))
+        for number, totals in enumerate(map(count_work, tasks, plans))
+    ]
+    profile = fit(records, backend="nccl")
+    for task, plan, record in zip(tasks, plans, records, strict=True):
+        predicted = TaskCost(profile, task).predict(plan).step_ms
+        assert predicted == pytest.approx(record.step_ms, rel=0.1)
+
+
 def test_shrinkage_keeps_prices_near_the_constants_with_few_measurements():
     """With only three noisy tasks, a fit without shrinkage sets most prices to 0."""
     records = synthetic_records(0.3, samples=3)
