@@ -101,6 +101,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         dim=table.dim,
         vectors=len(table.features) / uses,
         lookups=lookups,
+        most_lookups=task.most_lookups(table),
         sent_ids=lookups,
         touched=stats.touched(lookups),
         wanted=stats.touched(lookups / task.world_size),

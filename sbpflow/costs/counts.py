@@ -86,15 +86,15 @@ class Facts:
     """The facts about a table and a step from which an exchange computes counts. Only the cut (the
     numbers of row and column parts) and the size of a shard are passed separately.
 
-    The global batch has ``lookups`` ids, of which ``touched`` are distinct. A single rank needs
-    ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (the same as
-    ``wanted`` if the layout does not distinguish hosts). ``vectors`` is the number of vectors sent
-    per sample. An element has ``item`` bytes in arithmetic, ``row_item`` bytes in stored rows,
-    ``vector_item`` bytes in sent vectors, and ``gradient_item`` bytes in sent gradients. ``window``
-    is the number of batches whose ids are in memory at the same time. A lookup's address and its
-    place among the unique rows take ``index_item`` bytes. The gradients that a rank receives exist
-    ``collected`` times before an update. ``state`` contains the number of optimizer state values
-    per row and the number per element.
+    The global batch has ``lookups`` ids (at most ``most_lookups``), of which ``touched`` are
+    distinct. A single rank needs ``wanted`` distinct ids, and all ranks of a host together need
+    ``host_wanted`` (the same as ``wanted`` if the layout does not distinguish hosts). ``vectors``
+    is the number of vectors sent per sample. An element has ``item`` bytes in arithmetic,
+    ``row_item`` bytes in stored rows, ``vector_item`` bytes in sent vectors, and ``gradient_item``
+    bytes in sent gradients. ``window`` is the number of batches whose ids are in memory at the same
+    time. A lookup's address and its place among the unique rows take ``index_item`` bytes. The
+    gradients that a rank receives exist ``collected`` times before an update. ``state`` contains
+    the number of optimizer state values per row and the number per element.
     """
 
     world_size: int
@@ -103,6 +103,7 @@ class Facts:
     dim: int
     vectors: float
     lookups: float
+    most_lookups: float
     touched: float
     wanted: float
     host_wanted: float
@@ -156,7 +157,7 @@ class Facts:
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
         """Return the bytes that are sent to sum squared gradients over the ranks that share
-        ``rows``.
+        ``rows``; padding counts as rows.
 
         In a ring of N ranks, each rank sends (N - 1) / N of the 4-byte values twice.
         """

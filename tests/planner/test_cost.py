@@ -119,6 +119,21 @@ def test_bytes_of_vectors_equal_the_engines_steps(choice, combine):
         np.testing.assert_allclose(totals[:, INDEX[name]], sent, rtol=0.01, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "shape", [Shape("S(1)", "columns", (1, 2)), Shape("(S(0), S(1))", "reduce", (2, 2))], ids=str
+)
+def test_squares_are_padded_to_the_largest_batch_if_ranks_share_different_rows(shape):
+    """The batch has fewer ids than the lists may have, and the table has even fewer rows."""
+    task = make_task(rows=(60,))
+    lists = (replace(task.features[0], hotness=20, ragged=True),)
+    task = replace(task, features=lists, ids_per_sample={"f0": 5.0})
+    plan = {"t0": Choice(shape, (0, 2) if shape.num_shards == 2 else (0, 1, 2, 3))}
+    steps = embedding_plan(task, plan).update_steps(task.batch_size)
+    sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
+    assert sent[0] == 4 * 512 * 20
+    assert count_work(task, plan)[:, INDEX["square_bytes"]].tolist() == sent
+
+
 def test_a_written_plan_is_read_back(tmp_path):
     plan, path = mixed_plan(TASK), tmp_path / "tables.yaml"
     path.write_text(plan_to_yaml(plan, {"predicted_step_ms": 1.5}))

@@ -136,6 +136,9 @@ class _Boxed(Exchange):
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, reads, touched = facts.world_size, facts.lookups / cut[0], facts.touched / cut[0]
         others, out = (size - 1) / size, facts.batch_size * width * facts.vectors
+        # Unless all ranks share the same rows, the sums of squares are padded to the largest batch
+        # (``GroupPlan.squares_sent``).
+        alike = cut[1] == size and not self.adds_terms
         return {
             "memory_bytes": facts.stored(rows, width),
             "buffer_bytes": facts.window * 8 * facts.lookups
@@ -150,7 +153,7 @@ class _Boxed(Exchange):
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
-            **facts.squares(touched, cut),
+            **facts.squares(touched if alike else facts.most_lookups, cut),
         }
 
 

@@ -52,6 +52,7 @@ def plan_totals(
     """Return the work counts of each rank ([ranks, F])."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
+    most = {feature.name: batch_size * feature.hotness for feature in plan.features}
     # Owners receive the ids of a feature only once, so the tables that share an id transfer also
     # share its cost.
     sharing = Counter(
@@ -75,6 +76,7 @@ def plan_totals(
                     dim=table.dim,
                     vectors=len(table.features) / (len(group.uses) if group.pooled else 1),
                     lookups=lookups,
+                    most_lookups=sum(most[name] for name in table.features),
                     sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
                     touched=min(curve.touched(lookups), table.num_rows),
                     wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
