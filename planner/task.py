@@ -327,6 +327,8 @@ def plan_from_yaml(path: Path, task: Task) -> Plan:
                 f"assumes that all vectors are sent as {str(comm_dtype).removeprefix('torch.')}; "
                 "remove it"
             )
+    width = task.world_size // task.num_hosts
+    hosts = tuple(tuple(range(n, n + width)) for n in range(0, task.world_size, width))
     layouts = resolve_table_layouts(
         ParallelConfig(plan=str(path)),
         {table.name: table.shape for table in task.tables},
@@ -334,6 +336,7 @@ def plan_from_yaml(path: Path, task: Task) -> Plan:
         task.world_size,
         task.device_type,
         planned,
+        hosts,
     )
     return {name: choice_of(layout, task.world_size) for name, layout in layouts.items()}
 

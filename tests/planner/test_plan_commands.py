@@ -77,6 +77,18 @@ def test_explain_prices_shapes_that_a_search_does_not_try(tmp_path, rule, ranks,
     assert f"predicted step {ms:.3f} ms" in text
 
 
+def test_explain_takes_two_hops_over_the_hosts_of_the_profile(tmp_path):
+    tables, file = tmp_path / "tables.json", tmp_path / "plan.yaml"
+    tables.write_text(json.dumps(TABLES))
+    words = ["--tables", str(tables), "--profile", "h100-dgx", "--plan", str(file), "-n", "16"]
+    file.write_text("tables: {'*': {sbp: '(S(0), S(0))'}}")
+    assert "C1: (S(0), S(0)) unique 2x8 on 0..15;" in explain(words)
+    assert "C1: (S(0), S(0)) unique 1x8 on 0,1,2,3,4,5,6,7;" in explain([*words[:-1], "8"])
+    file.write_text(f"tables: {{'*': {{sbp: '(S(0), S(0))', ranks: [{list(range(16))}]}}}}")
+    with pytest.raises(ConfigError, match="in one row, but they are on different hosts"):
+        explain(words)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
