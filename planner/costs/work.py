@@ -102,7 +102,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         vectors=len(table.features) / uses,
         lookups=lookups,
         most_lookups=task.most_lookups(table),
-        sent_ids=lookups,
+        sent_ids=lookups + task.batch_size * len(table.features) * task.ragged(table),
         touched=stats.touched(lookups),
         wanted=stats.touched(lookups / task.world_size),
         host_wanted=stats.touched(lookups / hosts),

@@ -107,7 +107,8 @@ class Facts:
     touched: float
     wanted: float
     host_wanted: float
-    sent_ids: float  # ids sent to owners, except those already sent for another table
+    # 4-byte values of ids and lengths of lists sent to owners, except those sent for another table
+    sent_ids: float
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0

@@ -12,6 +12,7 @@ import torch
 from sbpflow.costs.counts import INDEX, MEMORY, vector_of
 from sbpflow.costs.prices import GROUP_MS, WORK_MS
 from sbpflow.embedding.cache.slot_planner import planning_bytes
+from sbpflow.embedding.plan.price import plan_totals
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
@@ -132,6 +133,20 @@ def test_squares_are_padded_to_the_largest_batch_if_ranks_share_different_rows(s
     sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
     assert sent[0] == 4 * 512 * 20
     assert count_work(task, plan)[:, INDEX["square_bytes"]].tolist() == sent
+
+
+def test_lists_of_ids_are_sent_with_their_lengths():
+    task = make_task(rows=(3000,))
+    lists = (replace(task.features[0], hotness=2, ragged=True),)
+    task = replace(task, features=lists)
+    plan = {"t0": Choice(Shape("S(1)", "columns", (1, 4)), (0, 1, 2, 3))}
+    engine, size = embedding_plan(task, plan), task.batch_size
+    lengths = [sum(s.bytes_sent(rank) for s in engine.length_steps(size)) for rank in range(4)]
+    values = sum(step.bound_bytes for step in engine.list_steps(size))  # all lists have two ids
+    sent = [each + values for each in lengths]
+    assert 0 < lengths[0] < values
+    for totals in (count_work(task, plan), plan_totals(engine, size, {})):
+        assert totals[:, INDEX["ids_bytes"]].tolist() == sent
 
 
 def test_a_written_plan_is_read_back(tmp_path):

@@ -68,6 +68,7 @@ def plan_totals(
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
                 curve = curve_of_table(table, frequencies)
                 lookups = sum(ids[name] for name in table.features)
+                lengths = batch_size if stack.ragged else 0
                 hosts = layout.placement.shape[0] if group.kind.even else plan.world.size
                 facts = Facts(
                     world_size=plan.world.size,
@@ -77,7 +78,9 @@ def plan_totals(
                     vectors=len(table.features) / (len(group.uses) if group.pooled else 1),
                     lookups=lookups,
                     most_lookups=sum(most[name] for name in table.features),
-                    sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
+                    sent_ids=sum(
+                        (ids[name] + lengths) / max(1, sharing[name]) for name in table.features
+                    ),
                     touched=min(curve.touched(lookups), table.num_rows),
                     wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
                     host_wanted=min(curve.touched(lookups / hosts), table.num_rows),
