@@ -246,7 +246,8 @@ def step_of(path: AnyPath) -> int:
 def remove_checkpoint(path: AnyPath) -> None:
     """Remove a checkpoint; after a crash, ``path`` holds either all of it or nothing.
 
-    The folder is renamed first; in an object store, the index is removed first.
+    The folder is renamed first; in an object store, the index is removed first. If the renamed
+    folder cannot be removed, this is only logged, and ``tidy`` tries again.
     """
     if isinstance(path, RemotePath):
         path.remove_tree(first=INDEX_FILE)
@@ -254,7 +255,7 @@ def remove_checkpoint(path: AnyPath) -> None:
     aside = path.with_name(f".removed-{path.name}")
     _remove(aside)
     path.rename(aside)
-    _remove(aside)
+    _removed(aside)
 
 
 def tidy(folder: AnyPath) -> list[str]:
@@ -274,8 +275,8 @@ def tidy(folder: AnyPath) -> list[str]:
                 continue
         elif not _PARTIAL.fullmatch(path.name):
             continue
-        _remove(path)
-        removed.append(path.name)
+        if _removed(path):
+            removed.append(path.name)
     return removed
 
 
@@ -313,3 +314,13 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _removed(path: Path) -> bool:
+    """Remove a file or folder; return whether this succeeded, and log a warning otherwise."""
+    try:
+        _remove(path)
+    except OSError as error:  # on NFS, for example, while a process reads one of the files
+        logger.warning("%s is left until the next start of a run: %s", path, error)
+        return False
+    return True

@@ -2,9 +2,11 @@
 an error.
 """
 
+import errno
 import json
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from sbpflow.checkpoint import read, write
 from sbpflow.checkpoint.folder import (
     checked,
     good_checkpoints,
+    keep_only,
     list_checkpoints,
     partial_folder,
     publish,
@@ -297,6 +300,25 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     save(tmp_path / "x", step=2, run="r4").rename(tmp_path / ".replaced-step-2")
     assert tidy(tmp_path) == [".replaced-step-2"]
     assert checked(tmp_path / "step-2").run == "r1"
+
+
+def test_a_removed_checkpoint_that_is_being_read_does_not_end_the_run(
+    tmp_path, monkeypatch, caplog
+):
+    """On NFS, the folder of open files cannot be removed before they are closed."""
+
+    def remove(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    for step in (2, 4):
+        save(tmp_path, step=step)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        keep_only(tmp_path, newest=1, step=4, and_step=None)
+        assert tidy(tmp_path) == []
+    assert caplog.text.count("/.removed-step-2 is left until the next start of a run") == 2
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-4"]
+    assert tidy(tmp_path) == [".removed-step-2"]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
