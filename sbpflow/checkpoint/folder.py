@@ -199,9 +199,12 @@ def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None
 
 def _publish_objects(target: RemotePath, index: Index) -> None:
     (target / INDEX_FILE).write_bytes(to_json(index).encode("ascii"))
-    for name in target.sizes():
-        if name != INDEX_FILE and name not in index.files:
-            (target / name).unlink(missing_ok=True)
+    # The checkpoint is now complete. If removing leftover files counted as a failed save, the files
+    # of this checkpoint would be removed, too.
+    with contextlib.suppress(OSError):
+        for name in target.sizes():
+            if name != INDEX_FILE and name not in index.files:
+                (target / name).unlink(missing_ok=True)
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:

@@ -140,6 +140,24 @@ def test_a_failing_upload_leaves_no_checkpoint(s3, quick):
     assert list_checkpoints(folder) == []
 
 
+def test_a_published_checkpoint_is_complete_even_if_leftovers_cannot_be_listed(monkeypatch):
+    """A save that failed would remove its files."""
+    pytest.importorskip("fsspec")
+    folder = any_path("memory://bucket/run")
+
+    def fail(self):
+        raise StoreError(f"{self} cannot be listed (5 tries in 60 s)")
+
+    save(folder, 2, 2, only_files=True)  # of an interrupted save
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "sizes", fail)
+        save(folder, 2, 3, "b2")
+    assert value_of(folder, 2) == 3.0
+    assert (folder / "step-2").sizes().keys() == {INDEX_FILE, "rank-0.a1.bin", "rank-0.b2.bin"}
+    remove_checkpoint(folder / "step-2")
+    assert not folder.sizes()
+
+
 def test_reads_that_fail_temporarily_are_repeated(s3, quick):
     folder = any_path("s3://bucket/run")
     save(folder, 2, 2)
