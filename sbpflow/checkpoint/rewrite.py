@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sbpflow.checkpoint.folder import partial_folder, piece_file, publish, tidy
+from sbpflow.checkpoint.folder import drop_partial, partial_folder, piece_file, publish, tidy
 from sbpflow.checkpoint.format import BLOCK_BYTES, Index, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import PieceFile, PieceWriter, bytes_of, named
@@ -69,17 +69,21 @@ def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
 def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) -> int:
     """Write a full checkpoint to ``folder``, replacing any existing one; return its size in bytes.
 
-    The step, run, and documents are taken from ``index``.
+    The step, run, and documents are taken from ``index``. After an error, no files are left.
     """
     nonce = uuid.uuid4().hex[:8]
     partial = partial_folder(folder, index.step, nonce)
     tidy(folder)
-    with named(partial):
-        partial.mkdir(parents=True)
-    file = piece_file(partial, 0, nonce)
-    written, size = _write(file, tensors), int(file.stat().st_size)
-    new = replace(index, tensors=written, files={file.name: size}, previous=None)
-    publish(folder, partial, new)
+    try:
+        with named(partial):
+            partial.mkdir(parents=True)
+        file = piece_file(partial, 0, nonce)
+        written, size = _write(file, tensors), int(file.stat().st_size)
+        new = replace(index, tensors=written, files={file.name: size}, previous=None)
+        publish(folder, partial, new)
+    except BaseException:
+        drop_partial(partial, nonce)
+        raise
     return size
 
 

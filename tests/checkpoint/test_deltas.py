@@ -10,8 +10,10 @@ from benchmarks.reshard import Case, Lying, make_job, make_rows
 from sbpflow.checkpoint.folder import keep_only, list_checkpoints, needed_by
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
+from sbpflow.checkpoint.write import PieceWriter
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.run_folder import LOCK_FILE
 from sbpflow.runtime.ranks.world import World
 
 STEPS, DELTAS = 8, 3
@@ -127,6 +129,20 @@ def test_compacting_a_chain_gives_the_bytes_of_a_full_checkpoint(folder, capsys)
     assert "is already a full checkpoint" in capsys.readouterr().out
     assert checkpoint(["prune", str(chain), "--keep", "1"]) == 0
     assert names(chain) == ["step-8"]
+
+
+def test_a_failed_compaction_leaves_no_files(folder, monkeypatch):
+    chain = folder / "deltas"
+    before = sorted(path.name for path in chain.iterdir())
+
+    def full(self, data):
+        raise CheckpointError("rank-0.bin cannot be written (no space left on device)")
+
+    monkeypatch.setattr(PieceWriter, "write", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpoint(["compact", str(chain)])
+    assert sorted({path.name for path in chain.iterdir()} - {LOCK_FILE}) == before
+    assert open_checkpoint(chain / "step-8").previous is not None
 
 
 def test_ls_and_verify_support_deltas(folder, capsys):
