@@ -40,7 +40,7 @@ def checkpoints_of(path: AnyPath) -> list[AnyPath]:
     """
     paths = list_checkpoints(checkpoint_folder(path))
     if not paths and (path / INDEX_FILE).exists():
-        return [path]
+        return [path if path.name else path.resolve()]
     if not paths:
         raise CheckpointError(
             f"{path} has no checkpoints; give a checkpoint, a folder of checkpoints, or the "

@@ -139,6 +139,7 @@ def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
     given, that this run wrote it.
     """
     checkpoint = open_checkpoint(path)
+    path = checkpoint.path
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(
             f"{path} contains the checkpoint of step {checkpoint.step}; restore the right files, "

@@ -42,6 +42,7 @@ def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
     Raise CheckpointError with the file's name, its fault, and a remedy.
     """
     folder = any_path(path)
+    folder = folder if folder.name else folder.resolve()  # "." has no name and no other parent
     file = folder / INDEX_FILE
     try:
         text = read_text(file)
@@ -64,8 +65,7 @@ def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
 
 
 def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkpoint":
-    parent = folder.parent if folder.name else folder.resolve().parent
-    path = parent / f"step-{previous.step}"
+    path = folder.parent / f"step-{previous.step}"
     if previous.step >= index.step:
         raise CheckpointError(
             f"{folder} is a delta that continues step {previous.step}, which is not before its "

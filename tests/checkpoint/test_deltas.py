@@ -131,6 +131,15 @@ def test_compacting_a_chain_gives_the_bytes_of_a_full_checkpoint(folder, capsys)
     assert names(chain) == ["step-8"]
 
 
+def test_the_current_folder_may_be_the_checkpoint(folder, monkeypatch):
+    chain = (folder / "deltas").resolve()
+    monkeypatch.chdir(chain / "step-8")
+    assert open_checkpoint(".").path == chain / "step-8"
+    assert checkpoint(["compact", "."]) == 0
+    assert open_checkpoint(chain / "step-8").previous is None
+    assert {path.name for path in (chain / "step-8").iterdir()} == {"index.json", "rank-0.bin"}
+
+
 def test_a_failed_compaction_leaves_no_files(folder, monkeypatch):
     chain = folder / "deltas"
     before = sorted(path.name for path in chain.iterdir())
