@@ -109,7 +109,9 @@ def _follow(
     while True:
         folder, is_over = checkpoint_folder(args.follow), _is_over(args.follow)
         if is_over or time.monotonic() >= due:
-            newest, written = export_newest(folder, seen, output, args.deltas, write_base)
+            newest, written = export_newest(
+                folder, seen, output, args.deltas, write_base, is_over=is_over
+            )
             if newest != seen:
                 seen, due = newest, time.monotonic() + args.every_seconds
             if written:

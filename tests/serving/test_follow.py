@@ -244,6 +244,18 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
             export(given)
 
 
+def test_follow_fails_if_the_last_checkpoint_of_a_finished_run_is_not_usable(run, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    shutil.copy(run / "run.json", folder)
+    words = ["--follow", str(tmp_path), "--output", str(tmp_path / "out")]
+    with pytest.raises(CheckpointError, match="/checkpoints contains no usable checkpoint"):
+        export(words)
+    shutil.copytree(run / "step-12", folder / "step-12")
+    with pytest.raises(CheckpointError, match=r"step-12: the folder \S+/data, .* does not exist"):
+        export(words)
+
+
 def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch, capsys):
     """The second one would remove the bundle of the first one, even while it is written."""
     out, opened = tmp_path / "out", ExitStack()

@@ -99,22 +99,33 @@ def _next(last: Exported, base: str) -> Exported | None:
 
 
 def export_newest(
-    run: AnyPath, seen: str, folder: Path, num_deltas: int, write_base: WriteBase
+    run: AnyPath,
+    seen: str,
+    folder: Path,
+    num_deltas: int,
+    write_base: WriteBase,
+    *,
+    is_over: bool = False,
 ) -> tuple[str, str]:
     """Export the newest good checkpoint in ``run`` unless its identity is ``seen``.
 
     Returns two strings: the identity of the checkpoint, to pass as ``seen`` next time, and a log
-    line, which is "" if nothing was exported.
+    line, which is "" if nothing was exported. If the run ``is_over``, raises CheckpointError or
+    FileNotFoundError if there is no usable checkpoint.
     """
     try:
         checkpoint = next(good_checkpoints(run), None)
         if checkpoint is None:
+            if is_over:
+                raise CheckpointError(f"{run} contains no usable checkpoint to export")
             return seen, ""
         newest = digest_of(checkpoint.index)
         written = None
         if newest != seen:
             written = export_next(checkpoint, folder, num_deltas, write_base)
     except (CheckpointError, FileNotFoundError) as error:
+        if is_over:
+            raise
         # The run may have removed this checkpoint in the meantime, but only after saving a newer
         # one.
         logger.warning("%s; the next checkpoint is exported instead", error)
