@@ -53,7 +53,7 @@ def follow(args: Namespace) -> int:
 
     parse_rows(args.rows)
     inside = args.follow / CHECKPOINTS_FOLDER
-    check_output("--output", args.output, (checkpoint_folder(args.follow), inside))
+    check_output("--output", args.output, args.follow, (checkpoint_folder(args.follow), inside))
     with exports_in(args.output) as (output, publish), _only_export(args):
         _follow(args, output, publish, write_base)
     return 0
@@ -161,10 +161,12 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def check_output(key: str, folder: "AnyPath", checkpoints: "Sequence[AnyPath]") -> None:
-    """Raise ConfigError if ``folder`` is one of the folders ``checkpoints``, contains checkpoints,
-    or is itself a bundle: exports would replace checkpoints, or servers would load only that
-    bundle.
+def check_output(
+    key: str, folder: "AnyPath", run: "AnyPath", checkpoints: "Sequence[AnyPath]"
+) -> None:
+    """Raise ConfigError if ``folder`` is the run folder ``run`` or one of the folders
+    ``checkpoints``, contains checkpoints, or is itself a bundle: exports would replace checkpoints
+    or be taken for checkpoints, or servers would load only that bundle.
     """
     from sbpflow.checkpoint.folder import list_checkpoints
     from sbpflow.checkpoint.format import INDEX_FILE
@@ -175,6 +177,11 @@ def check_output(key: str, folder: "AnyPath", checkpoints: "Sequence[AnyPath]") 
         raise ConfigError(
             f"{key}: {folder} is a folder of checkpoints, which the step-N exports would replace; "
             f"use another folder, such as {folder}-live"
+        )
+    if folder.resolve() == run.resolve():
+        raise ConfigError(
+            f"{key}: {folder} is the run folder, in which the step-N exports would be taken for "
+            f"checkpoints; use another folder, such as {folder / 'live'}"
         )
     if (folder / BUNDLE_FILE).is_file():
         raise ConfigError(

@@ -145,7 +145,8 @@ def train_config(
         copied = resume.checkpoint_dir(config) / DATA_FOLDER
         on_rank_0(boxing, lambda: check_metadata_folder("checkpoint.dir", copied))
         if (export := config.export) is not None:
-            on_rank_0(boxing, lambda: check_output("export.dir", export.dir, (copied.parent,)))
+            folders = config.run.dir, (copied.parent,)
+            on_rank_0(boxing, lambda: check_output("export.dir", export.dir, *folders))
         data = facts_of(manifest)
         decision = resume.decide(config, data, boxing)
         # Opening the loaders of a set at a URL downloads its files.
