@@ -4,6 +4,7 @@ A piece is written in portions; its rows may keep changing meanwhile (``undo.py`
 not communicate with other ranks.
 """
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -174,7 +175,14 @@ def named(path: AnyPath) -> Generator[None]:
 def failed(path: AnyPath, error: OSError) -> CheckpointError:
     """Return the CheckpointError for a file that cannot be written."""
     reason = (error.strerror or str(error)).lower()
+    remedy = (
+        "free disk space, keep fewer checkpoints (checkpoint.keep), or use another checkpoint.dir"
+    )
+    if isinstance(path, RemotePath) and error.errno == errno.ENOSPC:
+        remedy = (
+            f"its temporary file in {tempfile.gettempdir()} needs more space, so free disk space, "
+            "or set TMPDIR to another folder"
+        )
     return CheckpointError(
-        f"{path} cannot be written ({reason}); earlier checkpoints are unchanged; free disk "
-        "space, keep fewer checkpoints (checkpoint.keep), or use another checkpoint.dir"
+        f"{path} cannot be written ({reason}); earlier checkpoints are unchanged; {remedy}"
     )

@@ -1,6 +1,7 @@
 """Tests reading and writing of files at URLs: retries, messages, and credentials."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import tempfile
 
 import pytest
 
-from sbpflow.checkpoint.write import named
+from sbpflow.checkpoint.write import PieceFile, named
 from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files import remote_path
 from sbpflow.runtime.files.local_path import PathError
@@ -67,6 +68,15 @@ def test_a_failing_store_is_reported_with_the_url_and_the_error(s3, quick, caplo
     ):
         with named(FILE):
             FILE.write_bytes(b"")
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(os, "dup", lambda file: full)
+    text = rf"x/file cannot be written \(no space left.* temporary file in {tmp_path} .* set TMPDIR"
+    with pytest.raises(CheckpointError, match=text), PieceFile(FILE) as file:
+        file.write(memoryview(b"rows"), 0)
 
 
 def test_missing_files_and_denied_requests_are_not_repeated(s3, quick):
