@@ -81,7 +81,7 @@ def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) 
         written, size = _write(file, tensors), int(file.stat().st_size)
         new = replace(index, tensors=written, files={file.name: size}, previous=None)
         publish(folder, partial, new)
-    except BaseException:
+    except Exception:  # an interrupt may come when the checkpoint is already complete
         drop_partial(partial, nonce)
         raise
     return size
