@@ -27,10 +27,11 @@ import torch
 
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import BUFFERS
 from sbpflow.planner.calibration.design import Law, Sample, draw_plans
-from sbpflow.planner.calibration.measure import from_all_ranks, measure_in_turns
+from sbpflow.planner.calibration.measure import measure_in_turns
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost, count_work
 from sbpflow.planner.task import Plan
@@ -130,14 +131,14 @@ def measured(world: World, boxing: Boxing, name: str) -> list[dict[str, Any]]:
             continue
         growth_bytes(boxing, sample, plan)  # trigger one-time allocations
         grown = [growth_bytes(boxing, sample, plan) for _ in range(2)]
-        growth = np.array(from_all_ranks(boxing, grown)).min(axis=1)
+        growth = np.array(gather_values(boxing, grown)).min(axis=1)
         if name == ROWS:
             peaks, predicted = growth, np.array(cost.predict(plan).memory_bytes)
         else:
             # A new ``Boxing`` has no buffers of earlier plans.
             run = partial(measure_in_turns, Boxing(world), sample, [plan], rounds=1)
             mine = allocated_bytes(run)
-            peaks = np.array(from_all_ranks(boxing, mine))
+            peaks = np.array(gather_values(boxing, mine))
             predicted = count_work(sample.task, plan)[:, BUFFERS]
         ratio = predicted / peaks
         rows.append(

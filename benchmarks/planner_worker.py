@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.planner_plans import make_sample
-from sbpflow.boxing.agreement import gather_texts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.planner.calibration.design import Rows, draw_batches
 from sbpflow.planner.calibration.measure import make_trainer
@@ -109,8 +109,7 @@ def _still_racing(
     settled; none after the time limit. Rank 0 decides for all ranks.
     """
     left = [place for place in racing if place == 0 or not settled(times[place], times[0])]
-    text = json.dumps([] if time.monotonic() > stop else left)
-    return json.loads(gather_texts(boxing, text)[0])
+    return gather_values(boxing, [] if time.monotonic() > stop else left)[0]
 
 
 def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:

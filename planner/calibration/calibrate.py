@@ -17,13 +17,14 @@ from typing import Annotated, Any
 import numpy as np
 from tqdm import tqdm
 
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import build
 from sbpflow.costs.counts import FEATURES, NUM_FEATURES
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Sample, draw_plans, draw_sample, drawing
 from sbpflow.planner.calibration.fit import LEAST_SAMPLES, Record, fit
-from sbpflow.planner.calibration.measure import TURN_MS, from_first_rank, measure_in_turns
+from sbpflow.planner.calibration.measure import TURN_MS, measure_in_turns
 from sbpflow.planner.costs.cost import count_work
 from sbpflow.planner.costs.profile import Profile
 from sbpflow.planner.costs.run_corrections import facts_of
@@ -158,7 +159,7 @@ def calibrate(boxing: Boxing, settings: Settings, journal_path: Path) -> Profile
             elapsed = time.monotonic() - start
             bar.update(round(min(elapsed, settings.seconds)) - bar.n)
             over = elapsed > settings.seconds and number >= LEAST_SAMPLES
-            if from_first_rank(boxing, over):
+            if gather_values(boxing, over)[0]:
                 break
             _measure(boxing, settings, journal, number)
     if journal is None:
@@ -186,7 +187,7 @@ def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number
     )
     plans = dict(draw_plans(sample, number, settings.plans_per_sample))
     known = [name for name in plans if journal is not None and (number, name) in journal.records]
-    for name in from_first_rank(boxing, known):
+    for name in gather_values(boxing, known)[0]:
         del plans[name]
     if not plans:
         return

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.rules.registry import import_rule, rule_class
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import QUICK, Settings
 from sbpflow.planner.calibration.calibrate import calibrate as run
-from sbpflow.planner.calibration.measure import from_first_rank
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
 from sbpflow.runtime.ranks.world import World
 
@@ -41,7 +41,7 @@ def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> No
     Every host needs the same profile, because in later runs each host plans from its own file, and
     all hosts must compute the same plan.
     """
-    text = from_first_rank(boxing, "" if profile is None else profile.as_json())
+    text = gather_values(boxing, "" if profile is None else profile.as_json())[0]
     if text and boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:
         write_profile(path, text)
 

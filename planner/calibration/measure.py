@@ -1,18 +1,16 @@
 """Runs plans on the ranks of a world, with the engine's own trainer, and times their steps."""
 
-import json
 import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sbpflow.boxing.agreement import gather_texts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.storage.choose import KernelChoice
@@ -26,16 +24,6 @@ from sbpflow.training.trainer import Trainer
 
 # In a turn, a plan with slow steps measures fewer steps: at most this many ms, or one step.
 TURN_MS = 500.0
-
-
-def from_all_ranks(boxing: Boxing, value: object) -> list[Any]:
-    """Return the JSON values of all ranks, in rank order. Every rank must call this function."""
-    return [json.loads(text) for text in gather_texts(boxing, json.dumps(value))]
-
-
-def from_first_rank(boxing: Boxing, value: object) -> Any:  # noqa: ANN401
-    """Return rank 0's JSON value on every rank. Every rank must call this function."""
-    return from_all_ranks(boxing, value)[0]
 
 
 class _Layers(nn.Module):
@@ -120,13 +108,13 @@ def measure_in_turns(
     start = time.monotonic()
     batches = draw_batches(sample, boxing.world.rank, 2, boxing.world.device)
     turns = [_Turn(boxing, sample, plan, batches) for plan in plans]
-    usual_ms = np.max(from_all_ranks(boxing, [turn.usual_ms for turn in turns]), axis=0)
+    usual_ms = np.max(gather_values(boxing, [turn.usual_ms for turn in turns]), axis=0)
     num_steps = np.clip(TURN_MS / usual_ms, 1, steps).astype(int).tolist()
     times: list[list[list[float]]] = [[] for _ in turns]  # [plan][round][step]
     for number in range(rounds):
-        if number and from_first_rank(boxing, time.monotonic() - start > seconds):
+        if number and gather_values(boxing, time.monotonic() - start > seconds)[0]:
             break
         for place in random.Random(number).sample(range(len(turns)), len(turns)):
             times[place].append(turns[place].run(num_steps[place]))
-    slowest = [np.max(ranks, axis=0) for ranks in zip(*from_all_ranks(boxing, times), strict=True)]
+    slowest = [np.max(ranks, axis=0) for ranks in zip(*gather_values(boxing, times), strict=True)]
     return [np.quantile(ms, 0.25, axis=-1, method="lower").round(4).tolist() for ms in slowest]

@@ -1,7 +1,7 @@
-"""Exchanges facts, strings, and errors among all ranks on the control channel."""
+"""Exchanges values and errors among all ranks on the control channel."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
@@ -15,26 +15,23 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Sbp, Split
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 CHANNEL = "control"
 
 
-def gather_texts(boxing: Boxing, text: str) -> list[str]:
-    """Return the strings of all ranks, in rank order. Strings may have any length. Every rank must
-    call this function.
+def gather_values(boxing: Boxing, value: Value) -> list[Value]:
+    """Return the values of all ranks, in rank order. Values consist of what JSON has: numbers,
+    strings, lists, and dicts with strings as keys. Every rank must call this function.
     """
+    raw = json.dumps(value).encode()
     if boxing.world.size == 1:
-        return [text]
-    device, raw = boxing.world.device, text.encode()
+        return [json.loads(raw)]
+    device = boxing.world.device
     length = torch.tensor([len(raw)], device=device)
     lengths = combine_parts(boxing, length, Split(0), "agreement/lengths").tolist()
-    mine = torch.tensor(list(raw.ljust(max(1, *lengths))), dtype=torch.uint8, device=device)
-    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "agreement/texts").tolist()
-    return [bytes(row[:size]).decode() for row, size in zip(everyone, lengths, strict=True)]
-
-
-def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the facts of all ranks, in rank order; every rank must call this function."""
-    return [json.loads(text) for text in gather_texts(boxing, json.dumps(dict(facts)))]
+    mine = torch.tensor(list(raw.ljust(max(lengths))), dtype=torch.uint8, device=device)
+    everyone = combine_parts(boxing, mine.unsqueeze(0), Split(0), "agreement/values").tolist()
+    return [json.loads(bytes(row[:size])) for row, size in zip(everyone, lengths, strict=True)]
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
@@ -51,7 +48,7 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
         if boxing.world.size == 1:
             raise
         refused = str(error)
-    if reasons := [reason for reason in gather_texts(boxing, refused) if reason]:
+    if reasons := [reason for reason in gather_values(boxing, refused) if reason]:
         raise ConfigError(reasons[0])
     return cast("Result", result)
 

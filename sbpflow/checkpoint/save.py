@@ -1,6 +1,5 @@
 """Saves a job's state: the ranks agree once on who writes what, and then each writes its share."""
 
-import json
 import os
 import sys
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sbpflow.boxing.agreement import gather_facts, gather_texts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, TensorSpec
 from sbpflow.checkpoint.changes import Changes, ChangeTracker, Stores, Written
@@ -61,7 +60,7 @@ class Saver:
         self._state = state
         self._run = run
         self._deadline_s = deadline_s
-        self._nonce = gather_texts(boxing, uuid.uuid4().hex[:8])[0]
+        self._nonce = gather_values(boxing, uuid.uuid4().hex[:8])[0]
         self._store = boxing.world.store(f"checkpoint/{self._nonce}")
         # A save takes long, and must survive interruptions of the network.
         self._store.answer_s = max(deadline_s, self._store.answer_s)
@@ -196,12 +195,10 @@ class Saver:
             for name, tensor in state.items()
             if tensor.rectangles
         }
-        facts = {"places": json.dumps(mine), "dtypes": json.dumps(dtypes)}
         all_dtypes: dict[str, str] = {}
         held: list[dict[str, list[Place]]] = []
-        for rank_facts in gather_facts(self._boxing, facts):
-            all_dtypes |= json.loads(rank_facts["dtypes"])
-            places: dict[str, list[list[int]]] = json.loads(rank_facts["places"])
+        for places, rank_dtypes in gather_values(self._boxing, (mine, dtypes)):
+            all_dtypes |= rank_dtypes
             held.append(
                 {name: [Place(*sides) for sides in listed] for name, listed in places.items()}
             )

@@ -3,16 +3,16 @@ results are bitwise equal to those computed on rank 0 from all rows, because eac
 on one rank and the sum over the groups is exact.
 """
 
-import json
 from dataclasses import asdict
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sbpflow.boxing.agreement import combine_parts, gather_texts
+from sbpflow.boxing.agreement import combine_parts, gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.plan.group_plan import ExchangeStep
@@ -67,12 +67,11 @@ class GroupSums:
         values, counts = np.unique(self._keys, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
         mine = [(-int(counts[place]), int(values[place])) for place in order]
-        texts = gather_texts(self._boxing, json.dumps(mine))
-        chosen = sorted(tuple(pair) for text in texts for pair in json.loads(text))[:most]
+        chosen = sorted(chain(*gather_values(self._boxing, mine)))[:most]
         own = [value for _, value in chosen if value in {value for _, value in mine}]
-        own_slices = [self._slice(value) for value in own]
-        texts = gather_texts(self._boxing, json.dumps([asdict(each) for each in own_slices]))
-        by_value = {each["value"]: Slice(**each) for text in texts for each in json.loads(text)}
+        own_slices = [asdict(self._slice(value)) for value in own]
+        every_slice = chain(*gather_values(self._boxing, own_slices))
+        by_value = {each["value"]: Slice(**each) for each in every_slice}
         summary = Slice(self._column, num_rows, area)
         return (summary, *(by_value[value] for _, value in chosen))
 

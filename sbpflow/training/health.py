@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from sbpflow.boxing.agreement import combine_parts, gather_texts
+from sbpflow.boxing.agreement import combine_parts, gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.copies import Copies
@@ -154,13 +154,12 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
 
 def device_names(boxing: Boxing) -> list[str]:
     """Return the device of every rank in rank order; every rank must call this function."""
-    return gather_texts(boxing, device_name(boxing.world.device))
+    return gather_values(boxing, device_name(boxing.world.device))
 
 
 def peak_memory_bytes(boxing: Boxing) -> list[int]:
     """Return every rank's peak memory in bytes; every rank must call this function."""
-    peaks = gather_texts(boxing, str(peak_memory_of(boxing.world.device)))
-    return [int(peak) for peak in peaks]
+    return gather_values(boxing, peak_memory_of(boxing.world.device))
 
 
 def check_replicas(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sbpflow.boxing.agreement import combine_parts, gather_texts
+from sbpflow.boxing.agreement import combine_parts, gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.runtime.processes.environment import machine_name
 from sbpflow.sbp.sbp import Split
@@ -89,7 +89,7 @@ class RankWatch:
         world = self._boxing.world
         if world.size == 1 or "step_ms" not in extra:  # the first step is not timed
             return
-        self._hosts = self._hosts or gather_texts(self._boxing, machine_name())
+        self._hosts = self._hosts or gather_values(self._boxing, machine_name())
         mine = [[extra["step_ms"], extra["data_ms"], extra["wait_ms"]]]
         part = torch.tensor(mine, dtype=torch.float32, device=world.device)
         parts = combine_parts(self._boxing, part, Split(0), "ranks/times")

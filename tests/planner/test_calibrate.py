@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.planner_memory import growth_bytes
-from sbpflow.boxing.agreement import gather_texts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
@@ -170,7 +170,7 @@ def test_one_sample_in_seven_has_as_many_ids_as_a_large_batch():
 
 
 def texts_of(world):
-    return gather_texts(Boxing(world), "x" * (10 ** (world.rank + 1)))
+    return gather_values(Boxing(world), "x" * (10 ** (world.rank + 1)))
 
 
 def test_texts_of_any_length_reach_all_ranks(ranks):
@@ -228,8 +228,7 @@ def peak_and_prediction(world):
     measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # trigger one-time allocations
     used: list[list[int]] = []
     for _ in range(2):
-        growth = gather_texts(boxing, str(growth_bytes(boxing, laws_of(task), plan)))
-        used.append([int(text) for text in growth])
+        used.append(gather_values(boxing, growth_bytes(boxing, laws_of(task), plan)))
     lower = [min(pair) for pair in zip(*used, strict=True)]
     return lower, TaskCost(PROFILE, task).predict(plan).memory_bytes
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
+from sbpflow.boxing.agreement import gather_values, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError, DataError, ReplicaError, TrainingError
 from sbpflow.runtime.files.run_folder import RunLock
@@ -116,12 +116,14 @@ def test_a_copy_that_differs_is_named(ranks, what):
         assert message.startswith(f"{what}: the copies on ranks [0, 1, 2] differ")
 
 
-def compare(world: World) -> list[str]:
-    return gather_texts(Boxing(world), f"rank {world.rank}")
+def compare(world: World) -> list[dict[str, list[object]]]:
+    return gather_values(Boxing(world), {"rank": [world.rank, 0.1 * world.rank, "\u00e9", None]})
 
 
-def test_every_rank_has_the_text_of_all(ranks):
-    assert ranks(2, compare) == [["rank 0", "rank 1"]] * 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_rank_has_the_values_of_all(ranks, size):
+    everyone = [{"rank": [rank, 0.1 * rank, "\u00e9", None]} for rank in range(size)]
+    assert ranks(size, compare) == [everyone] * size
 
 
 FACTS = [

@@ -172,7 +172,7 @@ def test_runs_that_end_at_the_same_time_keep_each_others_corrections(
         time.sleep(0.2)
         write_profile(path, text)
 
-    monkeypatch.setattr(f"{COMMAND}.from_first_rank", lambda boxing, value: value)
+    monkeypatch.setattr(f"{COMMAND}.gather_values", lambda boxing, value: [value])
     monkeypatch.setattr(f"{COMMAND}.write_profile", slowly)
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(run.finished, plan, 5.0 + n, LEAST_STEPS, boxing) for n in range(3)]

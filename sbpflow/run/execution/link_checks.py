@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sbpflow.boxing.agreement import gather_facts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.runtime.compute.doctor import Finding
@@ -122,8 +122,8 @@ def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, flo
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    by_rank = gather_facts(boxing, {"s": repr(min(times[1:]))})
-    return {pair: float(by_rank[pair[1]]["s"]) for pair in pairs}
+    by_rank = gather_values(boxing, min(times[1:]))
+    return {pair: by_rank[pair[1]] for pair in pairs}
 
 
 def link_findings(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from sbpflow.boxing.agreement import gather_facts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import partial_folder, publish
 from sbpflow.checkpoint.format import Index, SavedTensor, whole_of
@@ -61,19 +61,18 @@ def checkpoint(folder: Path, boxing: Boxing) -> Finding:
             write_s = time.perf_counter() - begin
         except (OSError, CheckpointError) as fault:
             error = str(fault)
-    saved = gather_facts(boxing, {"saved": saved})[0]["saved"]
+    saved = gather_values(boxing, saved)[0]
     begin = time.perf_counter()
     if saved:
         error = _read_back(Path(saved), values)
     read_s = time.perf_counter() - begin
-    by_rank = gather_facts(boxing, {"error": error, "host": machine_name()})
+    by_rank = gather_values(boxing, (machine_name(), error))
     if work is not None:
         work.cleanup()
-    for rank, facts in enumerate(by_rank):
-        if facts["error"]:
-            text = f"rank {rank} on {facts['host']}: {facts['error']}"
+    for rank, (host, error) in enumerate(by_rank):
+        if error:
             hint = "use --dir with a writable folder on a disk that all ranks share"
-            return Finding("checkpoint", "broken", f"{text}; {hint}")
+            return Finding("checkpoint", "broken", f"rank {rank} on {host}: {error}; {hint}")
     rates = [_SAVED_BYTES / seconds / 1e9 for seconds in (write_s or read_s, read_s)]
     size = f"{_SAVED_BYTES >> 20} MiB"
     text = f"{size} written at {rates[0]:.2f} GB/s, read and compared at {rates[1]:.2f} GB/s"
@@ -107,6 +106,6 @@ def checks(folder: Path) -> Sequence[Finding]:
 
     with World.start("cpu" if not torch.cuda.is_available() else "auto") as world:
         boxing = Boxing(world)
-        names = [facts["host"] for facts in gather_facts(boxing, {"host": machine_name()})]
+        names = gather_values(boxing, machine_name())
         findings = [*node_findings(boxing), *link_findings(boxing, names)]
         return [*findings, disk(folder), checkpoint(folder, boxing)]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sbpflow.boxing.agreement import gather_facts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.runtime.compute.doctor import Finding
 from sbpflow.runtime.compute.versions import summary
@@ -40,7 +40,7 @@ def node_findings(boxing: Boxing) -> list[Finding]:
     world = boxing.world
     if world.size == 1:
         return []
-    by_rank = gather_facts(boxing, {**_facts(), "rate": repr(_matmul_gflop_per_s(boxing))})
+    by_rank = gather_values(boxing, {**_facts(), "rate": repr(_matmul_gflop_per_s(boxing))})
     findings = [versions_finding(by_rank), compute_finding(by_rank)]
     if len(world.topology.hosts) > 1:
         main = os.environ.get("MASTER_ADDR", "")
@@ -194,12 +194,11 @@ def _matmul_gflop_per_s(boxing: Boxing) -> float:
 
 def _clock_offsets(boxing: Boxing) -> list[float]:
     """Return each rank's clock minus rank 0's clock, in seconds, read just after a barrier."""
-    reads: list[str] = []
+    reads: list[float] = []
     for _ in range(_CLOCK_READS):
         boxing.world.barrier()
-        reads.append(repr(time.time()))
-    by_rank = [facts["t"].split() for facts in gather_facts(boxing, {"t": " ".join(reads)})]
+        reads.append(time.time())
+    by_rank = gather_values(boxing, reads)
     return [
-        statistics.median(float(a) - float(b) for a, b in zip(mine, by_rank[0], strict=True))
-        for mine in by_rank
+        statistics.median(a - b for a, b in zip(mine, by_rank[0], strict=True)) for mine in by_rank
     ]

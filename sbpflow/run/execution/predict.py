@@ -7,6 +7,7 @@ that range.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from itertools import chain
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sbpflow.boxing.agreement import gather_facts, gather_texts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import MESSAGE_ERRORS, ConfigError
 from sbpflow.runtime.processes.background import in_background
@@ -110,16 +111,16 @@ def unfinished(
     """On every rank, return all unfinished blocks; each rank checks only some of the blocks."""
     numbers = range(boxing.world.rank, len(every), boxing.world.size)
     left = together(boxing, lambda: [n for n in numbers if not is_finished(every[n])])
-    numbers_left = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()
+    numbers_left = sorted(chain(*gather_values(boxing, left)))
     if len(numbers_left) < len(every):
         done = len(every) - len(numbers_left)
         logger.info("%d of %d blocks are already finished", done, len(every))
-    return [every[number] for number in sorted(map(int, numbers_left))]
+    return [every[number] for number in numbers_left]
 
 
 def answer_of_rank_0(boxing: Boxing, question: Callable[[], bool]) -> bool:
     """Call ``question`` on rank 0; return its result on every rank."""
-    return gather_texts(boxing, "yes" if on_rank_0(boxing, question) else "")[0] == "yes"
+    return bool(gather_values(boxing, on_rank_0(boxing, question))[0])
 
 
 def probabilities(logits: NDArray[np.floating]) -> Floats:
@@ -154,13 +155,13 @@ def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) 
     while True:
         wait([attempt], ask_s)
         is_done = attempt.done()
-        report = {"state": "done" if is_done else "busy", "error": ""}
+        error = ""
         if is_done and isinstance(attempt.exception(), MESSAGE_ERRORS):
-            report["error"] = str(attempt.exception())
-        reports = gather_facts(boxing, report)
+            error = str(attempt.exception())
+        reports = gather_values(boxing, (is_done, error))
         if is_done and attempt.exception() is not None:
             return attempt.result()  # raises the error of ``work``
-        if errors := [each["error"] for each in reports if each["error"]]:
+        if errors := [error for _, error in reports if error]:
             raise ConfigError(errors[0])
-        if all(each["state"] == "done" for each in reports):
+        if all(done for done, _ in reports):
             return attempt.result()

@@ -2,7 +2,7 @@
 
 import uuid
 
-from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
+from sbpflow.boxing.agreement import gather_values, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.storage_rules import NamedServers, named_servers
@@ -40,7 +40,7 @@ def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | Non
         key=named.key,
         addresses=named.addresses,
         secret=secret,
-        session=bytes.fromhex(gather_texts(boxing, uuid.uuid4().hex)[0]),
+        session=bytes.fromhex(gather_values(boxing, uuid.uuid4().hex)[0]),
         rank=world.rank,
         machine=machine_name(),
         limit_s=_SHARE_OF_TIMEOUT * config.parallel.timeout_s,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from sbpflow.boxing.agreement import gather_facts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.rules.base import KernelName, KernelRequest
@@ -47,21 +47,20 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     stacks = list(_measurable(plan, request))
     if not stacks:
         return plan
-    facts: dict[str, str] = {}
+    measured: list[dict[str, float]] = []
     if boxing.world.rank == 0:
         profile = Profile()
-        for number, (stack, shape, names) in enumerate(stacks):
+        for stack, shape, names in stacks:
             times = profile.find(shape)
             if times is None or set(times) != set(names):
                 times = measure(shape, names)
                 profile.keep(shape, times)
                 text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
                 LOG.info("kernels of tables like %s: %s", stack.tables[0].name, text)
-            facts |= {f"{number}/{name}": repr(ms) for name, ms in times.items()}
-    facts = gather_facts(boxing, facts)[0]
+            measured.append({name: times[name] for name in names})
     kernels = dict(plan.kernels)
-    for number, (stack, _, names) in enumerate(stacks):
-        _take(kernels, stack, {name: float(facts[f"{number}/{name}"]) for name in names})
+    for (stack, _, _), times in zip(stacks, gather_values(boxing, measured)[0], strict=True):
+        _take(kernels, stack, times)
     return replace(plan, kernels=kernels)
 
 

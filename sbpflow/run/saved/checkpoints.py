@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
+from sbpflow.boxing.agreement import gather_values, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import Claim, checked, keep_only, step_folder, tidy
 from sbpflow.checkpoint.format import Previous, digest_of
@@ -266,15 +266,15 @@ def check_shared(folder: AnyPath, boxing: Boxing) -> None:
     file, number = folder / ".seen-by-all", uuid.uuid4().hex
     if boxing.world.rank == 0:
         file.write_bytes(number.encode())
-    written = gather_facts(boxing, {"number": number})[0]["number"]
+    written = gather_values(boxing, number)[0]
     try:
         seen = file.read_bytes() == written.encode()
     except OSError:
         seen = False
-    everyone = gather_facts(boxing, {"seen": "yes" if seen else ""})
+    everyone = gather_values(boxing, seen)
     if boxing.world.rank == 0:
         file.unlink(missing_ok=True)
-    if blind := [rank for rank, facts in enumerate(everyone) if not facts["seen"]]:
+    if blind := [rank for rank, sees in enumerate(everyone) if not sees]:
         raise ConfigError(
             f"checkpoint.dir: on ranks {blind}, {folder} is not the folder that rank 0 uses; use "
             "a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "

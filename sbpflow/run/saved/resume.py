@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
+from sbpflow.boxing.agreement import gather_values, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.commands import checkpoint_folder
 from sbpflow.checkpoint.folder import (
@@ -190,17 +190,11 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
             raise ConfigError(f"checkpoint.resume: {error}") from error
 
     decision = run_on_all_ranks(boxing, decide_on_rank_0)
-    newest = "" if decision.newest is None else str(decision.newest)
-    facts = {"run": decision.run, "newest": newest, "start": decision.start}
-    facts["resumes"] = "yes" if decision.resumes else ""
-    facts = gather_facts(boxing, facts)[0]
-    return Decision(
-        folder=folder,
-        run=facts["run"],
-        newest=any_path(facts["newest"]) if facts["newest"] else None,
-        resumes=bool(facts["resumes"]),
-        start=facts["start"],
-    )
+    newest = None if decision.newest is None else str(decision.newest)
+    mine = (decision.run, newest, decision.resumes, decision.start)
+    run, newest, resumes, start = gather_values(boxing, mine)[0]
+    path = None if newest is None else any_path(newest)
+    return Decision(folder=folder, run=run, newest=path, resumes=resumes, start=start)
 
 
 def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
@@ -407,8 +401,7 @@ def _restore(path: AnyPath, job: Job, data: DataFacts) -> str:
 
 def _first(boxing: Boxing, text: str) -> str:
     """Return, on every rank, the first non-empty text in rank order, or "" if all are empty."""
-    texts = [facts["text"] for facts in gather_facts(boxing, {"text": text})]
-    return next(filter(None, texts), "")
+    return next(filter(None, gather_values(boxing, text)), "")
 
 
 def _previous(decision: Decision, newest: AnyPath, boxing: Boxing) -> AnyPath | None:
