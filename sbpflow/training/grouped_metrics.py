@@ -95,7 +95,7 @@ def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
     counts = torch.bincount(owner, minlength=world.size)
     rows = rows[torch.argsort(owner, stable=True)]
     groups, sizes = (tuple(range(world.size)),), (rows.numel(), rows.numel() * world.size)
-    step = ExchangeStep.among(groups, id, "all_to_all", torch.int64, *sizes, "rows of groups")
+    step = ExchangeStep(groups, id, "all_to_all", torch.int64, *sizes, "rows of groups")
     transfer = RowTransfer(world, _CHANNEL)
     into = received(step, transfer.start_counts(step, counts.to(world.device)), world.size).tolist()
     pending = transfer.start(step, rows.to(world.device), counts.tolist(), into)

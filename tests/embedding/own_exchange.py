@@ -48,8 +48,8 @@ class TwoHops(Exchange):
                 collective="all_to_all",
                 groups=ranks,
                 dtype=dtype,
-                bound_bytes=lookups * width * dtype.itemsize,
-                total_bound_bytes=lookups * width * dtype.itemsize,
+                per_rank=lookups * width,
+                total=lookups * width,
                 what=says,
             )
             return Stage(purpose=purpose, steps=(step,), round=number)

@@ -143,7 +143,7 @@ class KeyExchange:
             return own[:, None]
         groups, what = (tuple(range(world.size)),), "counts of growing fields"
         sizes = own.size * world.size, own.size * world.size**2
-        step = ExchangeStep.among(groups, "keys/totals", "all_to_all", torch.int64, *sizes, what)
+        step = ExchangeStep(groups, "keys/totals", "all_to_all", torch.int64, *sizes, what)
         got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
         return got.reshape(world.size, *own.shape).swapaxes(0, 1)
 

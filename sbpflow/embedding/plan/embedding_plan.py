@@ -117,7 +117,7 @@ class EmbeddingPlan:
             payloads.append(("ids/fwd/weights", self.dtype, "weights of ids in lists"))
         groups, sizes = (self.world.ranks,), (per_rank, batch_size * sum(needs))
         return tuple(
-            ExchangeStep.among(groups, id, "all_to_all", dtype, *sizes, what)
+            ExchangeStep(groups, id, "all_to_all", dtype, *sizes, what)
             for id, dtype, what in payloads
         )
 

@@ -36,45 +36,32 @@ Purpose = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ExchangeStep:
     """A transfer within disjoint ``groups`` of ranks, whose size depends on the batch.
 
-    ``bound_bytes`` is the maximum that one rank sends. ``total_bound_bytes`` is the maximum that
-    all ranks together send; it can be less than the sum over the ranks, because not all ranks can
-    reach their maximum in the same batch.
+    One rank sends up to ``per_rank`` elements, and all ranks together send up to ``total``. The
+    total can be less than the sum over the ranks, because not all ranks can reach their maximum in
+    the same batch.
     """
 
+    groups: tuple[tuple[int, ...], ...]
     id: str
     collective: str
-    groups: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    bound_bytes: int
-    total_bound_bytes: int
+    per_rank: int
+    total: int
     what: str
 
-    @staticmethod
-    def among(
-        groups: tuple[tuple[int, ...], ...],
-        id: str,
-        collective: str,
-        dtype: torch.dtype,
-        per_rank: int,
-        total: int,
-        what: str,
-    ) -> "ExchangeStep":
-        """Return a transfer. One rank sends up to ``per_rank`` elements, and all ranks
-        together send up to ``total`` elements.
-        """
-        return ExchangeStep(
-            id=id,
-            collective=collective,
-            groups=groups,
-            dtype=dtype,
-            bound_bytes=per_rank * dtype.itemsize,
-            total_bound_bytes=total * dtype.itemsize,
-            what=what,
-        )
+    @property
+    def bound_bytes(self) -> int:
+        """Return the maximum that one rank sends."""
+        return self.per_rank * self.dtype.itemsize
+
+    @property
+    def total_bound_bytes(self) -> int:
+        """Return the maximum that all ranks together send."""
+        return self.total * self.dtype.itemsize
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that exchange data with ``rank``, including ``rank`` itself."""
@@ -441,13 +428,13 @@ class GroupPlan:
             return steps
         return tuple(
             ExchangeStep(
-                id=step.id,
-                collective=step.collective,
-                groups=step.groups,
-                dtype=step.dtype,
-                bound_bytes=max(step.bytes_sent(rank) for rank in step.groups[0]),
-                total_bound_bytes=step.total_bytes,
-                what="squared gradients of the touched rows",
+                step.groups,
+                step.id,
+                step.collective,
+                step.dtype,
+                max(step.bytes_sent(rank) for rank in step.groups[0]) // step.dtype.itemsize,
+                step.total_bytes // step.dtype.itemsize,
+                "squared gradients of the touched rows",
             )
             for step in steps
             if step.groups
@@ -468,7 +455,7 @@ class GroupPlan:
         total: int,
         what: str,
     ) -> Stage:
-        """Return a stage with one transfer of rows among all ranks; see ``ExchangeStep.among``."""
+        """Return a stage with one transfer of rows among all ranks; see ``ExchangeStep``."""
         id, groups = f"{self.name}/{name}", (self.world.ranks,)
-        step = ExchangeStep.among(groups, id, collective, dtype, per_rank, total, what)
+        step = ExchangeStep(groups, id, collective, dtype, per_rank, total, what)
         return Stage(purpose=purpose, steps=(step,))

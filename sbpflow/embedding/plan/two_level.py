@@ -82,7 +82,7 @@ class UniqueTwoLevel(Exchange):
             direction = "bwd" if purpose == "gradients" else "fwd"
             id = f"{group.name}/{direction}/{purpose}.{('host', 'network')[level]}"
             groups = groups_of(group.stacks[0].layouts[0].placement)[level]
-            step = ExchangeStep.among(groups, id, "all_to_all", dtype, most, total, what)
+            step = ExchangeStep(groups, id, "all_to_all", dtype, most, total, what)
             return Stage(purpose=purpose, steps=(step,), round=level)
 
         def counts(level: Level, ranks: int) -> Stage:

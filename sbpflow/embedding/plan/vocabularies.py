@@ -84,7 +84,7 @@ def key_steps(
             ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),
         ]
     return tuple(
-        ExchangeStep.among((world.ranks,), id, collective, torch.int64, per_rank, total, what)
+        ExchangeStep((world.ranks,), id, collective, torch.int64, per_rank, total, what)
         for id, collective, per_rank, total, what in steps
     )
 
