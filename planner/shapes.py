@@ -5,6 +5,7 @@ of parts that is a power of two. The search chooses the ranks of the parts.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import numpy as np
 
@@ -94,14 +95,8 @@ def problem_of(
 
 
 def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
-    cost, prices = shape_work(model.task, table, shape), model.prices
-    return Option(
-        shape=shape,
-        kinds=cost.kinds @ prices,
-        kind=cost.kind,
-        home=cost.home @ prices,
-        keys=cost.keys,
-    )
+    counted = shape_work(model.task, table, shape)
+    return replace(counted, kinds=counted.kinds @ model.prices, home=counted.home @ model.prices)
 
 
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:

@@ -92,11 +92,11 @@ def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
     keys: set[Key] = set()
     for table in task.tables:
         choice = plan[table.name]
-        cost = shape_work(task, table, choice.shape)
-        total += cost.home
-        if len(cost.kind):
-            total[list(choice.ranks)] += cost.kinds[cost.kind]
-        keys.update(cost.keys(choice.ranks))
+        option = shape_work(task, table, choice.shape)
+        total += option.home
+        if option.num_shards:
+            total[list(choice.ranks)] += option.shards
+        keys.update(option.keys(choice.ranks))
     for key in keys:
         total[:, key[0]] += 1.0
     return total

@@ -1,38 +1,24 @@
 """Counts the work that each table of a task, in a given shape, adds to the ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from sbpflow.costs.counts import INDEX, INDEX_ITEM, NUM_FEATURES, Facts, Ints, Key, vector_of
+from sbpflow.costs.counts import INDEX, INDEX_ITEM, NUM_FEATURES, Facts, Key, vector_of
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
 from sbpflow.embedding.cache.slot_planner import SLOT_BYTES
 from sbpflow.embedding.plan.exchanges import exchange_for
 from sbpflow.embedding.plan.group_plan import Exchange, Member
 from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.planner.search.problem import Option
 from sbpflow.planner.task import Shape, Task
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeCost:
-    """The counts that one table adds in one shape.
-
-    The counts ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every
-    rank. Each key in ``keys(ranks)`` is counted once per plan.
-    """
-
-    kinds: Floats
-    kind: Ints
-    home: Floats
-    keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
 
 
 def base_work(task: Task) -> Floats:
@@ -60,8 +46,8 @@ def base_work(task: Task) -> Floats:
     )
 
 
-def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
-    """Return the counts that ``table`` in ``shape`` adds to the ranks of ``task``."""
+def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
+    """Return the option to store ``table`` in ``shape``, with counts [F] instead of loads."""
     size = task.world_size
     layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
@@ -71,7 +57,8 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     parts = [] if exchange.copies or exchange.even else list(product(rows, widths))
     place = {part: n for n, part in enumerate(dict.fromkeys(parts))}
     counts = [vector_of(exchange.part(facts, shape.parts, *part)) for part in place]
-    return ShapeCost(
+    return Option(
+        shape=shape,
         kinds=np.stack(counts) if counts else np.zeros((0, NUM_FEATURES)),
         kind=np.array([place[part] for part in parts], dtype=np.int64),
         home=home,
