@@ -301,16 +301,17 @@ def _finish(
     loan: Loan,
     waits: WaitTime,
 ) -> Tensor | None:
-    _wait(work, program, waits)
+    wait_for(work, program.step.id, program.step.collective, waits)
     part = unpack(received)
     loan.give_back()
     return part
 
 
-def _wait(work: collectives.Work, program: Program, waits: WaitTime) -> None:
+def wait_for(work: collectives.Work, id: str, collective: str, waits: WaitTime) -> None:
+    """Wait until a transfer is complete; raise an error that names the transfer if it fails."""
     if work is None:
         return
     try:
         waits.during(work.wait)
     except RuntimeError as error:
-        raise broken(error, program.step.id, program.step.collective) from error
+        raise broken(error, id, collective) from error

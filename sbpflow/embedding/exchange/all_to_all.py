@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sbpflow.boxing import pairs
-from sbpflow.boxing.executor import Pending
+from sbpflow.boxing.collectives import Work
+from sbpflow.boxing.executor import Pending, wait_for
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.ranks.comm_log import CommRecord, WaitTime
-from sbpflow.runtime.ranks.world import Link, World, broken, refused
+from sbpflow.runtime.ranks.world import Link, World, refused
 
 
 class RowTransfer:
@@ -108,17 +109,13 @@ class RowTransfer:
 
 def _arrived(
     step: ExchangeStep,
-    work: dist.Work | pairs.Messages | None,
+    work: Work,
     received: Tensor,
     sent: Tensor,
     waits: WaitTime,
 ) -> Tensor:
     del sent  # an argument only to keep the buffer alive during the transfer
-    try:
-        if work is not None:
-            waits.during(work.wait)
-    except RuntimeError as error:
-        raise broken(error, step.id, step.collective) from error
+    wait_for(work, step.id, step.collective, waits)
     return received
 
 
