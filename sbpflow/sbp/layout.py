@@ -65,6 +65,11 @@ class Layout:
     def _hash(self) -> int:
         return hash((self.placement, self.nd_sbp))
 
+    @property
+    def split_dims(self) -> tuple[int | None, ...]:
+        """Return the dim that each axis splits, or ``None`` for an axis that splits none."""
+        return tuple(sbp.dim if isinstance(sbp, Split) else None for sbp in self.nd_sbp)
+
     def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
         """Return the slices of a rank's part of a tensor, or ``None`` outside the placement.
 

@@ -190,8 +190,7 @@ class Reduce(_Boxed):
     pools = adds_terms = shares_lookups = is_default = True
 
     def accepts(self, layout: Layout, world_size: int) -> bool:
-        dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in layout.nd_sbp]
-        return dims in ([0], [0, 1])
+        return layout.split_dims in ((0,), (0, 1))
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
@@ -224,8 +223,7 @@ def is_copied(layout: Layout, world_size: int) -> bool:
 
 def is_column_split(layout: Layout) -> bool:
     """Return True for S(1), even or uneven."""
-    kind = layout.nd_sbp[0]
-    return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 1
+    return layout.split_dims == (1,)
 
 
 def powers(size: int) -> list[int]:

@@ -18,7 +18,6 @@ from sbpflow.embedding.plan.group_plan import Exchange
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.sbp import Split
 
 # Number of passes over an output of several groups: to join their parts, reorder columns, and split
 # the gradient.
@@ -62,7 +61,6 @@ def plan_totals(
         for table in group.tables
         for name in table.features
     )
-    rank_index = {rank: number for number, rank in enumerate(plan.world.ranks)}
     for group in plan.groups:
         for stack in group.stacks:
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
@@ -92,7 +90,7 @@ def plan_totals(
                     slot_share=1.0 if table.storage is None else table.storage.share,
                     shares_state=stack.optimizer.shares_row_state,
                 )
-                _add_table(totals, rank_index, group.kind, layout, stack.held[table.name], facts)
+                _add_table(totals, group.kind, layout, stack.ranks_by_size[table.name], facts)
         for name in group.kind.calls:
             totals[:, INDEX[name]] += 1.0
         totals[:, INDEX["num_stacks"]] += len(group.stacks)
@@ -107,26 +105,21 @@ def plan_totals(
 
 def _add_table(
     totals: Floats,
-    rank_index: Mapping[int, int],
     exchange: Exchange,
     layout: Layout,
-    held: Mapping[int, tuple[int, int]],
+    ranks_by_size: Mapping[tuple[int, int], list[int]],
     facts: Facts,
 ) -> None:
     if exchange.even:
         hosts, width = layout.placement.shape
         totals += vector_of(exchange.home(facts, (hosts, width)))
         return
-    rows = columns = 1
-    for parts, sbp in zip(layout.placement.shape, layout.nd_sbp, strict=True):
-        if isinstance(sbp, Split):
-            rows, columns = (parts, columns) if sbp.dim == 0 else (rows, parts)
+    parts = dict(zip(layout.split_dims, layout.placement.shape, strict=True))
+    rows, columns = parts.get(0, 1), parts.get(1, 1)
     totals += vector_of(exchange.home(facts, (rows, columns)))
-    # Even a large world has few distinct shard sizes, so compute the work once per size.
-    by_size: dict[tuple[int, int], list[int]] = {}
-    for rank, size in () if exchange.copies else held.items():
-        by_size.setdefault(size, []).append(rank_index[rank])
-    for (num_rows, width), ranks in by_size.items():
+    if exchange.copies:
+        return
+    for (num_rows, width), ranks in ranks_by_size.items():
         # The effective number of row parts: this shard may be larger or smaller than others.
         cut = (facts.num_rows / num_rows, columns)
         totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))

@@ -15,7 +15,6 @@ from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member,
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Split
 
 Stages = tuple[Stage, ...]
 
@@ -153,8 +152,7 @@ class Unique(RowExchange):
     sends_early = True
 
     def accepts(self, layout: Layout, world_size: int) -> bool:
-        kind = layout.nd_sbp[0]
-        return len(layout.nd_sbp) == 1 and isinstance(kind, Split) and kind.dim == 0
+        return layout.split_dims == (0,)
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         rows = [cut for cut in powers(world_size) if cut <= num_rows]

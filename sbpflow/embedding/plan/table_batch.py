@@ -75,15 +75,16 @@ class TableBatch:
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     @cached_property
-    def held(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
-        """For each table and each rank that stores part of it, return the numbers of rows and
-        columns in that part.
+    def ranks_by_size(self) -> Mapping[str, Mapping[tuple[int, int], list[int]]]:
+        """For each table, return the ranks that store part of it, by the numbers of rows and
+        columns in that part. Even a large world has few distinct sizes.
         """
-        held: dict[str, dict[int, tuple[int, int]]] = {}
+        found: dict[str, dict[tuple[int, int], list[int]]] = {}
         for rank, shards in self.shards_by_rank.items():
             for shard in shards:
-                held.setdefault(shard.table.name, {})[rank] = (shard.num_rows, shard.width)
-        return held
+                by_size = found.setdefault(shard.table.name, {})
+                by_size.setdefault((shard.num_rows, shard.width), []).append(rank)
+        return found
 
     def num_rows(self, rank: int) -> int:
         return sum(shard.num_rows for shard in self.shards(rank))

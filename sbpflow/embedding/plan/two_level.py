@@ -24,7 +24,6 @@ from sbpflow.embedding.plan.group_plan import (
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Split
 
 SBP = "(S(0), S(0))"
 HOST, NETWORK = 0, 1  # the rounds of ids: within hosts, between hosts
@@ -33,8 +32,7 @@ Level = Literal[0, 1]
 
 def is_two_level(layout: Layout) -> bool:
     """Return True if the layout splits rows over hosts, and then over the ranks of each host."""
-    axes = layout.nd_sbp
-    return len(axes) == 2 and all(isinstance(sbp, Split) and sbp.dim == 0 for sbp in axes)
+    return layout.split_dims == (0, 0)
 
 
 def groups_of(grid: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
