@@ -18,6 +18,7 @@ from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample, price_p
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.embedding.plan.two_level import SBP as TWO_LEVEL
 from sbpflow.errors import PlanError
+from sbpflow.run.planning.storage import row_bytes
 from sbpflow.run.planning.text import format_size
 from sbpflow.runtime.ranks.topology import Topology
 
@@ -159,15 +160,13 @@ def table_bytes(plan: EmbeddingPlan) -> int:
     total = 0
     for group in plan.groups:
         for stack in group.stacks:
-            by_row, by_element = stack.optimizer.state_counts
-            per_row = by_row * plan.dtype.itemsize
-            per_element = plan.row_dtype.itemsize + by_element * plan.dtype.itemsize
-            for rank in plan.world.ranks:
-                shards = stack.shards(rank)
-                for shard in shards:
+            for rank in stack.holders():
+                for shard in stack.shards(rank):
                     storage = shard.table.storage
                     rows = shard.num_rows if storage is None else storage.num_slots(shard.num_rows)
-                    total += rows * (per_row + per_element * shard.width)
+                    total += rows * row_bytes(
+                        shard.width, stack.optimizer, plan.row_dtype, plan.dtype
+                    )
                     if storage is not None and plan.world.device_type == "cpu":
                         total += planning_bytes(shard.num_rows, rows)
     return total
