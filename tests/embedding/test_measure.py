@@ -83,17 +83,19 @@ def test_profile_stores_times_by_shape_with_their_origin(tmp_path):
     one, other = shape_of(), shape_of(ids=65)
     Profile(path).keep(one, {"torch": 1.5})
     Profile(path).keep(other, {"torch": 2.5, "numba": 1.0})
-    assert Profile(path).find(one) == {"torch": 1.5}
-    assert Profile(path).find(other) == {"torch": 2.5, "numba": 1.0}
-    assert Profile(path).find(shape_of(width=5)) is None
+    assert Profile(path).find(one, ["torch"]) == {"torch": 1.5}
+    assert Profile(path).find(one, ["torch", "numba"]) is None
+    assert Profile(path).find(other, ["torch", "numba"]) == {"torch": 2.5, "numba": 1.0}
+    assert Profile(path).find(other, ["torch"]) is None
+    assert Profile(path).find(shape_of(width=5), ["torch"]) is None
     assert all(entry["taken"] and "cpu" in entry for entry in json.loads(path.read_text()).values())
     path.write_text("{ half")  # kernels are measured again if the file is corrupt
-    assert Profile(path).find(one) is None
+    assert Profile(path).find(one, ["torch"]) is None
     Profile(path).keep(one, {"torch": 3.5})
-    assert Profile(path).find(one) == {"torch": 3.5}
+    assert Profile(path).find(one, ["torch"]) == {"torch": 3.5}
     for entry in ({}, {"ms": {}}, {"ms": 3}, [1]):
         path.write_text(json.dumps({one.key(): entry}))
-        assert Profile(path).find(one) is None
+        assert Profile(path).find(one, ["torch"]) is None
 
 
 @pytest.mark.parametrize("package", ["numba", "fbgemm-gpu", "triton"])

@@ -133,18 +133,16 @@ class Profile:
         self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
         self._warned = False
 
-    def find(self, shape: StackShape) -> dict[str, float] | None:
-        """Return the measured milliseconds by kernel, or ``None`` if there is no valid entry.
-
-        Log a warning for an invalid entry. An entry may contain kernels that this version does not
-        have.
+    def find(self, shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float] | None:
+        """Return the measured milliseconds of ``kernels``, or ``None`` if there is no valid entry
+        for exactly these kernels. Log a warning for an invalid entry.
         """
         entry = self._entries().get(shape.key())
         if entry is None:
             return None
         times: object = entry.get("ms") if isinstance(entry, dict) else None
         if _are_times(times):
-            return times
+            return {name: times[name] for name in kernels} if set(times) == set(kernels) else None
         self._warn("an entry does not contain milliseconds by kernel")
         return None
 

@@ -32,8 +32,8 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
     profile = Profile()
     kernels = dict(plan.kernels)
     for stack, shape, names in _measurable(plan, request):
-        times = profile.find(shape)
-        if times is not None and set(times) == set(names):
+        times = profile.find(shape, names)
+        if times is not None:
             _take(kernels, stack, times)
     return replace(plan, kernels=kernels)
 
@@ -51,13 +51,13 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     if boxing.world.rank == 0:
         profile = Profile()
         for stack, shape, names in stacks:
-            times = profile.find(shape)
-            if times is None or set(times) != set(names):
+            times = profile.find(shape, names)
+            if times is None:
                 times = measure(shape, names)
                 profile.keep(shape, times)
                 text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
                 LOG.info("kernels of tables like %s: %s", stack.tables[0].name, text)
-            measured.append({name: times[name] for name in names})
+            measured.append(times)
     kernels = dict(plan.kernels)
     for (stack, _, _), times in zip(stacks, gather_values(boxing, measured)[0], strict=True):
         _take(kernels, stack, times)
