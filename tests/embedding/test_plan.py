@@ -78,7 +78,7 @@ def test_tables_share_one_exchange_per_direction():
 def test_one_rank_needs_no_transfers():
     plan = make_case(**{name: Spec("S(0)", "unique") for name in "abcd"}).plan(1)
     assert [group.exchange for group in plan.groups] == ["local"]
-    assert plan.ahead_steps(30) == plan.forward_steps(30) == plan.push_steps(30) == ()
+    assert plan.ahead_steps(30) == plan.forward_steps(30) == plan.steps(30, "gradients") == ()
 
 
 @pytest.mark.parametrize("sizes", [None, (0, 41, 0), (1, 0, 40)])

@@ -190,7 +190,7 @@ def _rounded(world, comm_dtype):
 def test_gradients_are_rounded_after_the_sum_of_a_host(ranks):
     """Above 256, bf16 has only even numbers: 257 becomes 256, but the sum 257 + 1 is exact."""
     plan = make_case(GRIDS["2x2"], dtype=torch.float32).plan(4)
-    steps = {step.id: step.dtype for step in plan.push_steps(16)}
+    steps = {step.id: step.dtype for step in plan.steps(16, "gradients")}
     assert steps["deep/unique/bwd/gradients.host"] == torch.float32
     for comm_dtype in (None, torch.bfloat16):
         (row,) = [stored for stored in ranks(4, _rounded, comm_dtype) if stored]

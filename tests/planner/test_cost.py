@@ -113,7 +113,7 @@ def test_bytes_of_vectors_equal_the_engines_steps(choice, combine):
     totals, engine = count_work(task, plan), embedding_plan(task, plan)
     for name, steps in (
         ("vector_bytes", engine.forward_steps(task.batch_size)),
-        ("gradient_bytes", engine.push_steps(task.batch_size)),
+        ("gradient_bytes", engine.steps(task.batch_size, "gradients")),
         ("ids_bytes", engine.id_steps(task.batch_size)),
     ):
         sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]

@@ -155,10 +155,6 @@ class EmbeddingPlan:
         purposes = ("vectors", "flags", "late flags", "late gradients", "early vectors")
         return tuple(step for purpose in purposes for step in self.steps(batch_size, purpose))
 
-    def push_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of gradients that the update of the step waits for."""
-        return self.steps(batch_size, "gradients")
-
     def steps(
         self, batch_size: int, purpose: Purpose, number: int | None = None
     ) -> tuple[Step, ...]:

@@ -47,7 +47,7 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
         IDS: tables.ahead_steps(rows),
         VECTORS: tables.forward_steps(rows),
         CONVERSIONS: (*plan.dense_forward, *plan.dense_backward),
-        GRADIENTS: (*tables.push_steps(rows), *tables.update_steps(rows)),
+        GRADIENTS: (*tables.steps(rows, "gradients"), *tables.update_steps(rows)),
         DENSE: (*plan.dense_gradients.steps, *plan.clip),
     }
     uses: dict[tuple[tuple[int, ...], str], bool] = {}

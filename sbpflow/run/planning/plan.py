@@ -123,7 +123,7 @@ class RunPlan:
         phases: tuple[tuple[str, Sequence[Step]], ...] = (
             ("ids", tables.ahead_steps(rows)),
             ("forward", (*tables.forward_steps(rows), *self.dense_forward)),
-            ("backward", (*self.dense_backward, *tables.push_steps(rows))),
+            ("backward", (*self.dense_backward, *tables.steps(rows, "gradients"))),
             ("backward", self.dense_gradients.steps),
             *update,
         )
@@ -160,7 +160,7 @@ class RunPlan:
             FLAGS: tables.steps(rows, "flags"),
             EARLY_VECTORS: tables.steps(rows, "early vectors"),
             VECTORS: tables.forward_steps(rows),
-            ROW_GRADIENTS: tables.push_steps(rows),
+            ROW_GRADIENTS: tables.steps(rows, "gradients"),
             LATE_GRADIENTS: tables.steps(rows, "late gradients"),
             DENSE_GRADIENTS: self.dense_gradients.steps,
         }
