@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.data.predictions import Scoring, scored_rows
-from sbpflow.data.prepare.workspace import partial_of, read_record, require_record, write_record
+from sbpflow.data.prepare.workspace import read_record, require_record, write_record
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.own_files import other_file
 from sbpflow.runtime.processes.launch import unwritable
 
@@ -150,11 +151,10 @@ class ScoreBlocks:
         from polars.exceptions import ComputeError
 
         path = self._file(block)
-        partial = partial_of(path)
         frame = scored_rows(manifest, self._scoring.split, block.start, block.stop, scores, labels)
         try:
-            frame.write_parquet(partial)
-            partial.replace(path)
+            with replacing(path) as partial:
+                frame.write_parquet(partial)
             record = {
                 "plan": self._plan,
                 "file": path.name,

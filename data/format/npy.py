@@ -10,12 +10,12 @@ import zlib
 from math import prod
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.atomic_file import replacing
 
 HEADER_BYTES = 128
 _PAGE_BYTES = 4096
@@ -39,13 +39,10 @@ def write_array(path: Path, array: "NDArray[Any]") -> int:
     """Write ``array`` to ``path`` atomically; return the crc32 of the file."""
     array = np.ascontiguousarray(array, dtype=type_name(array.dtype))
     head = header(array.dtype.str, array.shape)
-    # The temporary name is unique, because two workers may write the file at the same time.
-    partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
     data = array.reshape(-1).view(np.uint8).data if array.size else b""
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(head)
         file.write(data)
-    os.replace(partial, path)
     return zlib.crc32(data, zlib.crc32(head))
 
 

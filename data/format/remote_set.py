@@ -3,8 +3,6 @@ host.
 """
 
 import contextlib
-import os
-import uuid
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ from sbpflow.data.format.shard_cache import FOLDER_DIGITS, CacheLimit, RemoteFil
 from sbpflow.data.format.shards import shard_files
 from sbpflow.data.format.vocabulary import array_files
 from sbpflow.errors import DataError, StoreError
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.cache_dir import cache_dir
 from sbpflow.runtime.files.json_file import JsonError, parse_json
 from sbpflow.runtime.files.remote_path import RemotePath
@@ -63,9 +62,8 @@ def _write_once(path: Path, raw: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() == raw:
             return
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    partial.write_bytes(raw)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_bytes(raw)
 
 
 def _files_of(manifest: Manifest) -> dict[str, RemoteFile]:

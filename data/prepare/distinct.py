@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from sbpflow.data.format.ids import Keys
 from sbpflow.data.prepare.workspace import (
     DamagedWork,
-    partial_of,
     read_record,
     require_record,
     write_record,
 )
+from sbpflow.runtime.files.atomic_file import replacing
 
 RANGE_VALUES = 1 << 22
 """Approximate maximum number of values to merge at a time"""
@@ -81,8 +81,8 @@ def count_group(
     fixed number of ids.
     """
     fields: dict[str, Any] = {}
-    partial, names = partial_of(path), list(rows)
-    with partial.open("wb") as file:
+    names = list(rows)
+    with replacing(path) as partial, partial.open("wb") as file:
         for first in range(0, len(names), at_once):
             some = names[first : first + at_once]
             frames = pl.collect_all([_grouped(rows[name]) for name in some], engine="streaming")
@@ -91,7 +91,6 @@ def count_group(
                 start, sample = file.tell(), values["key"].gather_every(_SAMPLED, _SAMPLED // 2)
                 more = {"missing": missing, "start": start, "sample": sample.to_list()}
                 fields[name] = {**_write(file, values), **more}
-    partial.replace(path)
     record = {"fields": fields, "padding": dict(padding)}
     write_record(record_of(path), record)
     return record
@@ -132,10 +131,8 @@ def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[st
         start, stop = _places(arrays["key"], keys)
         parts.append(pl.DataFrame({name: array[start:stop] for name, array in arrays.items()}))
     whole, _ = _in_key_order(_grouped(pl.concat(parts).lazy()).collect())
-    partial = partial_of(path)
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         entry = _write(file, whole)
-    partial.replace(path)
     record = {**entry, "missing": missing}
     write_record(record_of(path), record)
     return record

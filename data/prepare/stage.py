@@ -26,8 +26,9 @@ from sbpflow.data.prepare.piece import BadLines, Piece
 from sbpflow.data.prepare.pieces import columns_of, pieces_in_order
 from sbpflow.data.prepare.source import Input, read_piece
 from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
-from sbpflow.data.prepare.workspace import partial_of, read_record, write_record
+from sbpflow.data.prepare.workspace import read_record, write_record
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.serving.cells import pair_keys
 
@@ -196,9 +197,8 @@ def _stage_piece(job: _Job, options: PrepareOptions, work: Path) -> StagedPiece:
 
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
-    unfinished = partial_of(path)
-    frame.write_ipc(unfinished, compression="uncompressed")
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        frame.write_ipc(unfinished, compression="uncompressed")
 
 
 def _num_positives(frame: pl.DataFrame, schema: Schema) -> int:

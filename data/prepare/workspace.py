@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
-from uuid import uuid4
 
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.cache_dir import make_private
 from sbpflow.runtime.files.file_lock import HeldError, hold, sign
 from sbpflow.runtime.files.json_file import JsonError, read_json
@@ -33,19 +33,11 @@ class DamagedWork(DataError):
     """
 
 
-def partial_of(path: Path) -> Path:
-    """Return a temporary path, which is unique because two workers may write ``path`` at the same
-    time.
-    """
-    return path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
-
-
 def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write the record of a finished result atomically."""
-    partial = partial_of(path)
     full = {"content": content, "crc32": _record_crc32(path, content)}
-    partial.write_text(json.dumps(full), encoding="ascii")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(full), encoding="ascii")
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:

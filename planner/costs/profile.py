@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.cpu import machine_key
 from sbpflow.runtime.compute.devices import BACKENDS
 from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 
@@ -193,12 +193,8 @@ def write_profile(path: Path, text: str) -> None:
     if path.parent == cache_dir():
         make_private(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{uuid4().hex}")  # hosts that share a folder may use equal PIDs
-    try:
-        fresh.write_text(text, encoding="ascii")
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)  # after an error
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="ascii")
 
 
 def default_path(device_type: str | None = None) -> Path:

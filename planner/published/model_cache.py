@@ -8,12 +8,10 @@ numbers, but no code.
 import hashlib
 import json
 import logging
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError  # raised by `torch.load`; nothing is unpickled
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from sbpflow.planner.published.autoshard import AutoShard
 from sbpflow.planner.published.dreamshard import DreamShard
 from sbpflow.planner.published.nets import Scaling
 from sbpflow.planner.published.neuroshard import NeuroShard
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 
 _LOG = logging.getLogger(__name__)
@@ -49,14 +48,11 @@ def save_model(model: Learned, path: Path) -> None:
     """Write the planner, replacing the file atomically. If that fails, log a warning, because the
     planner itself is usable.
     """
-    fresh = path.with_suffix(f".{uuid4().hex}")
     try:
         make_private(path.parent)
-        torch.save(_state(model), fresh)
-        fresh.replace(path)
+        with replacing(path) as partial:
+            torch.save(_state(model), partial)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
-        with suppress(OSError):
-            fresh.unlink()
         _LOG.warning(
             "%s: the trained planner is not cached, so the next start trains it again (%s); set "
             "XDG_CACHE_HOME to a folder that you can write to",

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard, cast
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from sbpflow.embedding.storage.choose import (
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.compute.cpu import cpu_name, machine_key
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, read_json
 
@@ -151,14 +151,11 @@ class Profile:
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
         entries[shape.key()] = {"ms": dict(times_ms), "taken": taken, "cpu": cpu_name()}
-        fresh = self.path.with_suffix(f".{uuid4().hex}")
         try:
             make_private(self.path.parent)
-            fresh.write_text(json.dumps(entries, indent=1))
-            fresh.replace(self.path)
+            with replacing(self.path) as partial:
+                partial.write_text(json.dumps(entries, indent=1))
         except OSError as error:
-            with suppress(OSError):
-                fresh.unlink()
             LOG.warning(
                 "cannot cache kernel times, so the next start measures again: %s; set "
                 "XDG_CACHE_HOME to a folder that you can write to",
