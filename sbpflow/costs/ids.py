@@ -8,7 +8,7 @@ distribution, or from a sample; the default is ``click_curve``. All counts and p
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,7 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IdFrequencies:
     """The id statistics of one field.
 
@@ -102,9 +102,9 @@ class IdFrequencies:
     bins: tuple[tuple[int, int], ...]
     per_sample: float
 
-    @property
+    @cached_property
     def curve(self) -> IdCurve:
-        return _curve_of_bins(tuple(self.bins))
+        return curve_of([rows for rows, _ in self.bins], [lookups for _, lookups in self.bins])
 
     def overlap(self, first: float, second: float, uses: float = 1.0) -> tuple[float, float]:
         """Return the mean number of rows used by ``first`` samples, and how many of these rows are
@@ -123,11 +123,6 @@ class IdFrequencies:
         )
         own = float((rows * (1 - absent)).sum())
         return own, float((rows * (1 - absent - absent_second + absent_both)).sum())
-
-
-@lru_cache(1024)
-def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
-    return curve_of([rows for rows, _ in bins], [lookups for _, lookups in bins])
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:

@@ -112,13 +112,10 @@ class AddressedGroup(Group[GroupInFlight]):
     def update(self, step: int) -> None:
         batches, self._state.batch_size, merged = self.take_collected()
         # Follow the plan's order: all ranks must run the same collectives in the same order.
-        position = {member.index: n for n, member in enumerate(self.members)}
-        for index in range(len(self.plan.stacks)):
-            if index in position:
-                lookup, grad = merged[position[index]]
-                member = self.members[position[index]]
-                lr = member.stack.optimizer.lr
-                batches[-1].update(member.store, lookup, grad, lr, step)
+        own = {m.index: (m.store, *pair) for m, pair in zip(self.members, merged, strict=True)}
+        for index, stack in enumerate(self.plan.stacks):
+            if index in own:
+                batches[-1].update(*own[index], stack.optimizer.lr, step)
             else:
                 self._state.stand_by(index)
         self._release(batches)
