@@ -32,10 +32,10 @@ class Backend(Protocol):
     died.
     """
 
-    lost: tuple[type[BaseException], ...]
-    shares_memory: ClassVar[bool]
-    is_cluster: ClassVar[bool]
-    can_lose: ClassVar[bool]
+    lost: tuple[type[BaseException], ...] = ()
+    shares_memory: ClassVar[bool] = False
+    is_cluster: ClassVar[bool] = False
+    can_lose: ClassVar[bool] = True
     """True if workers run outside this process, where a call may never return"""
 
     def __init__(self, address: str | None, workers: int | None) -> None: ...
@@ -50,7 +50,8 @@ class Backend(Protocol):
 
     def cancel(self, futures: "Sequence[Future[Any]]") -> None:
         """Cancel the calls, if possible."""
-        ...
+        for future in futures:
+            future.cancel()
 
     def state(self) -> str:
         """Return a description of the workers for an error message."""
@@ -61,21 +62,14 @@ class Backend(Protocol):
         ...
 
 
-class _Pool:
+class _Pool(Backend):
     """Runs calls on this machine."""
-
-    lost: tuple[type[BaseException], ...] = ()
-    is_cluster: ClassVar[bool] = False
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         self._workers = workers or os.cpu_count() or 1
 
     def num_workers(self) -> int:
         return self._workers
-
-    def cancel(self, futures: "Sequence[Future[Any]]") -> None:
-        for future in futures:
-            future.cancel()
 
     def state(self) -> str:
         return f"workers on this machine: {self._workers}"
@@ -111,8 +105,6 @@ class Processes(_Pool):
     would wait forever for the rest.
     """
 
-    shares_memory: ClassVar[bool] = False
-    can_lose: ClassVar[bool] = True
     lost: tuple[type[BaseException], ...] = (ProcessLostError,)
 
     def __init__(self, address: str | None, workers: int | None) -> None:
@@ -217,12 +209,10 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-class Ray:
+class Ray(Backend):
     """Runs calls as Ray tasks with one CPU each."""
 
-    shares_memory: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = True
-    can_lose: ClassVar[bool] = True
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         self._ray: Any = _required("ray")
@@ -276,12 +266,10 @@ class Ray:
         self._ray.shutdown()
 
 
-class Dask:
+class Dask(Backend):
     """Runs calls as Dask tasks."""
 
-    shares_memory: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = True
-    can_lose: ClassVar[bool] = True
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         distributed: Any = _required("distributed", "dask")
@@ -314,10 +302,6 @@ class Dask:
 
     def submit(self, function: Callable[..., Any], *arguments: object) -> "Future[Any]":
         return self._pool.submit(_apply, function, arguments)
-
-    def cancel(self, futures: "Sequence[Future[Any]]") -> None:
-        for future in futures:
-            future.cancel()
 
     def state(self) -> str:
         return f"Dask workers: {len(self._client.nthreads())}"
