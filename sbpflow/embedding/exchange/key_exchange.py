@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep
-from sbpflow.embedding.plan.growth import TOTALS, has_idle_time
+from sbpflow.embedding.plan.growth import TOTALS, Totals, has_idle_time
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.live_rows import NO_TIME, Changes
 from sbpflow.embedding.vocabulary import requests
@@ -58,7 +59,7 @@ class KeyExchange:
     """
 
     def __init__(self, plan: EmbeddingPlan, boxing: Boxing, shards: Sequence[Shard]) -> None:
-        self._plan, self._world = plan, boxing.world
+        self._plan, self._boxing, self._world = plan, boxing, boxing.world
         rank = self._world.rank
         self.fields = [
             FieldKeys(field, rank, [s for s in shards if s.table.name in field.tables])
@@ -134,18 +135,9 @@ class KeyExchange:
         """Return the ``Totals`` of each field on each rank ([fields, ranks, totals]); every rank
         must call this method.
         """
-        own = np.zeros((len(self.fields), len(TOTALS)), np.int64)
-        for index, field in enumerate(self.fields):
-            if field.part is not None:
-                own[index] = [getattr(field.part.totals, name) for name in TOTALS]
-        world = self._world
-        if world.size == 1:
-            return own[:, None]
-        groups, what = (tuple(range(world.size)),), "counts of growing fields"
-        sizes = own.size * world.size, own.size * world.size**2
-        step = ExchangeStep(groups, "keys/totals", "all_to_all", torch.int64, *sizes, what)
-        got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
-        return got.reshape(world.size, *own.shape).swapaxes(0, 1)
+        all_totals = [Totals() if f.part is None else f.part.totals for f in self.fields]
+        own = [[int(getattr(totals, name)) for name in TOTALS] for totals in all_totals]
+        return np.array(gather_values(self._boxing, own), np.int64).swapaxes(0, 1)
 
     def _keys(self, columns: list[Array], lists: Lists | None, index: int) -> Array:
         plan = self.fields[index].plan
