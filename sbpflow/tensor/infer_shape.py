@@ -1,38 +1,23 @@
 """Infers the full shape of a tensor from the shapes of all ranks' parts."""
 
-import torch
 from torch import Tensor
 
-from sbpflow.boxing.agreement import combine_parts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
-
-MAX_DIMS = 8
 
 
 def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[int, ...]:
     """Return the full shape of the tensor whose part on this rank is ``part``; all ranks must call
     this function.
 
-    This function gathers the shapes of all parts, which may have at most MAX_DIMS dims. Raise
-    SbpError on all ranks if the shapes do not fit ``layout``.
+    Raise SbpError on all ranks if the shapes of the parts do not fit ``layout``.
     """
-    world = boxing.world
     boxing.check_ranks(layout)
-    shape = () if part is None else part.shape[:MAX_DIMS]
-    row = [0 if part is None else part.ndim, *shape, *(0,) * (MAX_DIMS - len(shape))]
-    mine = torch.tensor([row], device=world.device)
-    rows = combine_parts(boxing, mine, Split(0), "infer_shape").tolist()
-    for rank, (ndim, *_) in enumerate(rows):
-        if ndim > MAX_DIMS:
-            raise SbpError(
-                f"infer_shape: at most {MAX_DIMS} dims are supported, but the part of rank {rank} "
-                f"has {ndim}; reshape the part, or pass the shape to from_local"
-            )
-    parts = {rank: tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.placement.ranks}
-    return full_shape(parts, layout)
+    shapes = gather_values(boxing, [] if part is None else list(part.shape))
+    return full_shape({rank: tuple(shapes[rank]) for rank in layout.placement.ranks}, layout)
 
 
 def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, ...]:

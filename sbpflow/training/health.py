@@ -141,9 +141,7 @@ def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
     policy = embeddings.plan.out_of_range
     if policy == "error":
         return "none (an out-of-range id ends the run)"
-    counts = embeddings.out_of_range
-    if boxing.world.size > 1:
-        counts = combine_parts(boxing, counts, Partial(), "health/out_of_range")
+    counts = combine_parts(boxing, embeddings.out_of_range, Partial(), "health/out_of_range")
     named = [
         f"{feature.name}: {count:,}"
         for feature, count in zip(embeddings.plan.features, counts.tolist(), strict=True)

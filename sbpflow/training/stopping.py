@@ -8,15 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from sbpflow.boxing.agreement import combine_parts
+from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.metrics import METRICS, Metric
 from sbpflow.config.schema import TrainConfig
 from sbpflow.config.train_options import PlateauConfig, StopConfig
 from sbpflow.errors import TrainingError
-from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Evaluation
 
 State = Mapping[str, float | int | str | None]
@@ -161,10 +158,8 @@ class Watchers:
         if not watchers:
             return
         metrics: list[Metric] = [watcher.metric for watcher in watchers.values()]
-        # Ranks other than 0 contribute zeros, so every rank receives rank 0's values.
-        mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
-        part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
-        values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()
+        own = [_value(evaluation, metric) for metric in metrics] if boxing.world.rank == 0 else []
+        values = gather_values(boxing, own)[0]
         for (name, watcher), value in zip(watchers.items(), values, strict=True):
             if math.isnan(value):
                 raise TrainingError(_no_metric(_KEYS[name], watcher.metric, step))
