@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.storage.choose import KernelChoice
 from sbpflow.planner.calibration.design import Rows, Sample, draw_batches
 from sbpflow.planner.task import Choice, Task, embedding_plan
 from sbpflow.run.model.torch_model import TorchModel
@@ -45,12 +44,9 @@ def make_trainer(
     task: Task,
     plan: Mapping[str, Choice],
     hidden: Sequence[int] = (),
-    kernels: Mapping[str, KernelChoice] | None = None,
 ) -> Trainer:
     """Build a trainer for this plan and a dense part with ``hidden`` layers, on every rank."""
-    tables = EmbeddingCollection(
-        embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
-    )
+    tables = EmbeddingCollection(embedding_plan(task, plan), boxing, seed=1)
     width = sum(output.width for output in task.outputs)
     spec = TorchModel(outputs=task.outputs, make=lambda: _Layers((width + 1, *hidden)))
     copied = {name: Layout(task.world, (Broadcast(),)) for name in spec.parameters}

@@ -117,8 +117,8 @@ class Inserter:
         insertions.sort(key=lambda insertion: insertion.goal)
         return insertions
 
-    def best(self, state: State, table: int, avoid: frozenset[object] = frozenset()) -> Insertion:
-        return self.ranked(state, table, avoid)[0]
+    def best(self, state: State, table: int) -> Insertion:
+        return self.ranked(state, table)[0]
 
     def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
         """Return option places [m] and their ranks [m, count]: for each option, the best block of

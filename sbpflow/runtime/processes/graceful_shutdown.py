@@ -29,9 +29,8 @@ class GracefulShutdown:
     Use this class only in the main thread.
     """
 
-    def __init__(self, grace_s: float = GRACE_S) -> None:
+    def __init__(self) -> None:
         self.signum = 0
-        self._grace_s = grace_s
         self._first_s = 0.0
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -85,7 +84,7 @@ class GracefulShutdown:
             os.close(reader)
             return
         first, first_s = received[0], time.monotonic()
-        while (left_s := first_s + self._grace_s - time.monotonic()) > 0:
+        while (left_s := first_s + GRACE_S - time.monotonic()) > 0:
             if not select.select([reader], [], [], left_s)[0]:
                 break
             received = os.read(reader, 1)

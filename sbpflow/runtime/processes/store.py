@@ -71,10 +71,10 @@ class TimedStore:
     After the first failure, every later operation fails immediately. Values are strings.
     """
 
-    def __init__(self, store: "Store", where: str, *, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, store: "Store", where: str) -> None:
         self.torch_store = store
         self.where = where
-        self.answer_s = answer_s
+        self.answer_s = ANSWER_S
         self._lost: PeerLostError | None = None
 
     def set(self, key: str, value: str) -> None:
