@@ -68,7 +68,8 @@ class DenseAllreduce(Exchange):
 
     def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
         terms, whole = Layout(group.world, (Partial(),)), Layout(group.world, (Broadcast(),))
-        shape = (group.whole_numel(),)
+        # the elements of the dense gradients, and one count per row
+        shape = (sum(table.num_rows * (table.dim + 1) for table in group.tables),)
         steps = group.boxing(terms, whole, shape, "bwd/gradients", group.grad_comm_dtype)
         return (Stage(purpose="gradients", steps=steps),)
 
@@ -169,7 +170,7 @@ class Columns(_Boxed):
         kind = layout.nd_sbp[0]
         if len(layout.nd_sbp) > 1 or isinstance(kind, Partial):
             return False
-        return layout.placement.size == 1 or is_column_split(layout)
+        return layout.placement.size == 1 or layout.split_dims == (1,)
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
@@ -219,11 +220,6 @@ class Reduce(_Boxed):
 def is_copied(layout: Layout, world_size: int) -> bool:
     """Return True for B on all ranks."""
     return layout.nd_sbp == (Broadcast(),) and layout.placement.size == world_size
-
-
-def is_column_split(layout: Layout) -> bool:
-    """Return True for S(1), even or uneven."""
-    return layout.split_dims == (1,)
 
 
 def powers(size: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from sbpflow.costs.counts import Counts, Cut, Facts
-from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_column_split, is_copied, powers
+from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_copied, powers
 from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Purpose, Stage
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.sbp.layout import Layout
@@ -197,7 +197,7 @@ class UniqueColumns(RowExchange):
     to_all = True
 
     def accepts(self, layout: Layout, world_size: int) -> bool:
-        return is_column_split(layout) and layout.placement.size == world_size
+        return layout.split_dims == (1,) and layout.placement.size == world_size
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
         if (count := len(shards_of(table, layout))) == world.size:
