@@ -243,7 +243,7 @@ def _owners(
     if split:
         return next(iter(split))
     ends = [NUM_BUCKETS * rank // world.size for rank in range(world.size + 1)]
-    return tuple((rank, *ends[index : index + 2]) for index, rank in enumerate(world.ranks))  # pyright: ignore[reportReturnType]
+    return tuple(zip(world.ranks, ends[:-1], ends[1:], strict=True))
 
 
 def _row_owners(
