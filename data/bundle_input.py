@@ -156,31 +156,23 @@ def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, 
     numbers of slots and checks.
     """
     options, known = like_options(manifest), open_vocabularies(manifest)
+    vocabularies = {name: known[fields[0]] for name, fields in options.counted.items()}
+    tables = [(n, len(v.keys), v.num_rows, v.checks is not None) for n, v in vocabularies.items()]
+    for name, keys in growing.items():
+        tables.append((name, keys.num_keys, keys.num_keys + NUM_RESERVED_IDS, False))
     places: dict[str, Any] = {}
     slots, checks = 0, 0
-    for name, fields in options.counted.items():
-        vocabulary = known[fields[0]]
-        capacity = capacity_of(len(vocabulary.keys))
-        has_checks = vocabulary.checks is not None
+    for name, num_values, num_rows, has_checks in tables:
+        capacity = capacity_of(num_values)
         places[name] = {
             "start": slots,
             "capacity": capacity,
-            "rows": vocabulary.num_rows,
-            "values": len(vocabulary.keys),
+            "rows": num_rows,
+            "values": num_values,
             "checks": checks if has_checks else None,
         }
         slots += capacity
-        checks += vocabulary.num_rows if has_checks else 0
-    for name, keys in growing.items():
-        capacity = capacity_of(keys.num_keys)
-        places[name] = {
-            "start": slots,
-            "capacity": capacity,
-            "rows": keys.num_keys + NUM_RESERVED_IDS,
-            "values": keys.num_keys,
-            "checks": None,
-        }
-        slots += capacity
+        checks += num_rows if has_checks else 0
     return places, slots, checks
 
 
