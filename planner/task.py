@@ -274,16 +274,9 @@ def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
     if task.comm_dtype is not None and task.comm_dtype != task.dtype:
         comm_dtype = "bfloat16" if task.comm_dtype == torch.bfloat16 else "float16"
     parallel = ParallelConfig(tables=rules(plan), comm_dtype=comm_dtype)
-    layouts = resolve_table_layouts(
-        parallel,
-        {table.name: table.shape for table in task.tables},
-        {},
-        task.world_size,
-        task.device_type,
-    )
     return plan_embeddings(
         task.outputs,
-        layouts,
+        _layouts(task, parallel),
         features=task.features,
         optimizer=task.optimizer,
         dtype=task.dtype,
@@ -327,18 +320,17 @@ def plan_from_yaml(path: Path, task: Task) -> Plan:
                 f"assumes that all vectors are sent as {str(comm_dtype).removeprefix('torch.')}; "
                 "remove it"
             )
-    width = task.world_size // task.num_hosts
-    hosts = tuple(tuple(range(n, n + width)) for n in range(0, task.world_size, width))
-    layouts = resolve_table_layouts(
-        ParallelConfig(plan=str(path)),
-        {table.name: table.shape for table in task.tables},
-        {},
-        task.world_size,
-        task.device_type,
-        planned,
-        hosts,
-    )
+    layouts = _layouts(task, ParallelConfig(plan=str(path)), planned)
     return {name: choice_of(layout, task.world_size) for name, layout in layouts.items()}
+
+
+def _layouts(
+    task: Task, parallel: ParallelConfig, planned: Mapping[str, TableRule] | None = None
+) -> dict[str, TableLayout]:
+    tables = {table.name: table.shape for table in task.tables}
+    size, width = task.world_size, task.world_size // task.num_hosts
+    hosts = tuple(tuple(range(n, n + width)) for n in range(0, size, width))
+    return resolve_table_layouts(parallel, tables, {}, size, task.device_type, planned, hosts)
 
 
 def _rule_tree(rule: TableRule) -> dict[str, Any]:
