@@ -16,7 +16,7 @@ import polars as pl
 from sbpflow.data.format.schema import CSV_SEPARATORS, SEPARATORS, Schema
 from sbpflow.data.prepare.csv_text import count_byte, split_cells
 from sbpflow.data.prepare.remote import InputPath
-from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
+from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, open_text, read_line
 from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
@@ -155,7 +155,7 @@ def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[t
     with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):
-            text = head if head.endswith(b"\n") else head + _line(file, path)
+            text = head if head.endswith(b"\n") else head + read_line(file, path)
             if quote is not None and count_byte(text, quote) % 2:
                 text += _to_quote(file, path, quote)
             position = raw.tell()
@@ -168,14 +168,7 @@ def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
     bytes.
     """
     more, is_open = b"", True
-    while is_open and len(more) < _MAX_QUOTED_BYTES and (line := _line(file, path)):
+    while is_open and len(more) < _MAX_QUOTED_BYTES and (line := read_line(file, path)):
         more += line
         is_open ^= line.count(quote.encode()) % 2 == 1
     return more
-
-
-def _line(file: IO[bytes], path: InputPath) -> bytes:
-    line = file.readline(MAX_LINE_BYTES)
-    if len(line) == MAX_LINE_BYTES:
-        raise no_line_end(path)
-    return line

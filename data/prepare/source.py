@@ -214,10 +214,15 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
     if offset == 0:
         return 0
     file.seek(offset - 1)
+    return offset - 1 + len(read_line(file, path))
+
+
+def read_line(file: IO[bytes], path: InputPath) -> bytes:
+    """Read up to the end of a line; raise DataError if the line is too long."""
     line = file.readline(MAX_LINE_BYTES)
     if len(line) == MAX_LINE_BYTES:
         raise no_line_end(path)
-    return offset - 1 + len(line)
+    return line
 
 
 def no_line_end(path: InputPath) -> DataError:
