@@ -6,9 +6,9 @@ contains only pure data and pure functions. An ``Exchange`` describes the transf
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -345,12 +345,19 @@ class GroupPlan:
                         order += range(start + part[1].start, start + part[1].stop)
         return tuple(order)
 
-    @cached_property
-    def stages(self) -> Callable[[int], tuple[Stage, ...]]:
-        """Return a function from a global batch size to all transfers of the batch, in the order in
-        which they start.
+    def stages(self, batch_size: int) -> tuple[Stage, ...]:
+        """Return all transfers for a global batch of ``batch_size``, in the order in which they
+        start.
         """
-        return lru_cache(MAX_BATCH_SIZES)(partial(self.kind.stages, self))
+        if batch_size not in self._stages:
+            if len(self._stages) == MAX_BATCH_SIZES:
+                self._stages.clear()
+            self._stages[batch_size] = self.kind.stages(self, batch_size)
+        return self._stages[batch_size]
+
+    @cached_property
+    def _stages(self) -> dict[int, tuple[Stage, ...]]:
+        return {}
 
     def conversion(self, batch_size: int, purpose: Purpose) -> tuple[BoxingStep, ...]:
         """Return the steps for ``purpose``, whose sizes follow from the batch size."""
