@@ -30,7 +30,7 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 3  # increment if the same arguments would train a different planner
+VERSION = 4  # increment if the same arguments would train a different planner
 
 
 Learned = AutoShard | DreamShard | NeuroShard
