@@ -216,7 +216,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
         plans_file, times_file = Path(folder, "plans.json"), Path(folder, "measured.json")
         plans_file.write_text(json.dumps([plan_tree(plan) for plan in plans.values()]))
         command = ["measure", "--tables", str(args.tables), "--plans", str(plans_file)]
-        command += ["--output", str(times_file)]
+        command += ["--output", str(times_file), "--device", cost.task.device_type]
         if code := start_ranks(command, args.world_size, "--world-size"):
             raise ConfigError(
                 f"--measure: a rank failed with exit code {code}; its message is above"
@@ -279,6 +279,7 @@ def measure(argv: Sequence[str]) -> str:
     for name in ("--tables", "--plans", "--output"):
         parser.add_argument(name, type=local_path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args(argv)
     tables = read_tables(args.tables)
     try:
@@ -287,7 +288,7 @@ def measure(argv: Sequence[str]) -> str:
         raise ConfigError(
             f"--plans: {error}; use the file that `sbpflow plan --measure` wrote"
         ) from error
-    with World.start("auto") as world:
+    with World.start(args.device) as world:
         if world.device.type == "cpu":
             torch.set_num_threads(1)
         sample = Sample(task=tables.task(world.size, world.device.type), laws=tables.laws)

@@ -222,6 +222,19 @@ def test_plans_for_gpus_are_not_measured_on_cpus(tmp_path, monkeypatch):
         plan(["--tables", str(path), "--profile", "h100-dgx", "--measure", "2"])
 
 
+def test_plans_are_measured_on_the_devices_of_the_profile(tmp_path, monkeypatch):
+    """A machine with GPUs can plan for its CPU ranks."""
+    path, profile, commands = tmp_path / "tables.json", tmp_path / "cpu.json", []
+    path.write_text(json.dumps({**TABLES, "tables": TABLES["tables"][:2]}))
+    replace(PROFILE, backend="gloo").save(profile)
+    monkeypatch.setattr(
+        "sbpflow.planner.plan_command.start_ranks", lambda words, *_: commands.append(words) or 1
+    )
+    with pytest.raises(ConfigError, match="--measure: a rank failed with exit code 1"):
+        plan(["--tables", str(path), "--profile", str(profile), "--measure", "2"])
+    assert commands[0][-2:] == ["--device", "cpu"]
+
+
 def test_no_table_touches_more_rows_than_it_has(tmp_path):
     path = tmp_path / "tables.json"
     few = json.loads(json.dumps(TABLES))
