@@ -43,20 +43,15 @@ from sbpflow.runtime.files.json_file import (
 )
 from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.cells import RARE_ID
+from sbpflow.serving.row_store import DTYPES
 from sbpflow.serving.scorer import BundleError, Tensors
 
 FORMAT, VERSION = "sbpflow-delta", 1
 BUNDLE_FILE, DELTA_FILE, VALUES_FILE = "model.json", "delta.json", "values.safetensors"
 DELTAS_FOLDER = "deltas"
 _VOCABULARY = "vocabulary/"
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-}
+DTYPE_CODES = {getattr(torch, name): code for code, name in DTYPES.items()}
+"""The names of dtypes in safetensors files"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +144,7 @@ class DeltaWriter:
         shutil.rmtree(self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
         self._head = head
-        sizes = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}
+        sizes = {name: (DTYPE_CODES[dtype], shape) for name, (dtype, shape) in tensors.items()}
         self._file = TensorsFile(self._work / VALUES_FILE, sizes)
         self._num_rows = dict.fromkeys(tensors, 0)
         self._counts: dict[str, dict[str, int]] = {"removed": {}, "vocabulary": {}}

@@ -15,9 +15,9 @@ from torch import Tensor
 from sbpflow.serving.columns import Array
 from sbpflow.serving.operations import BundleError
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-           "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-           "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+          "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+          "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
 
 
 class Tensors:
@@ -50,7 +50,7 @@ class Tensors:
         """
         entries = [self.entries[name] for name in names]
         first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
-        kind = {"BF16": "uint16"}.get(entries[0]["dtype"], _DTYPES[entries[0]["dtype"]])
+        kind = {"BF16": "uint16"}.get(entries[0]["dtype"], DTYPES[entries[0]["dtype"]])
         flat = self._bytes[self._start + first : self._start + last].view(kind)
         if len(entries) == 1:
             return flat.reshape(entries[0]["shape"])

@@ -27,6 +27,7 @@ from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 from sbpflow.runtime.files.json_file import read_json
 from sbpflow.runtime.files.tensors_file import TensorsFile
+from sbpflow.serving.deltas import DTYPE_CODES
 from sbpflow.serving.scorer import FORMAT, VERSION, file_digest
 
 TESTED_TORCH = "2.11 to 2.13"
@@ -36,18 +37,6 @@ BUNDLE_FILES = re.compile(
 """Files of a bundle, with those of ``sbpflow.run.export.forms``"""
 _BLOCK = 1 << 16  # rows copied at a time
 _SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +82,7 @@ def write_bundle(
         for names in store["arrays"]:
             for name in names:
                 tensors[name] = store["shapes"][name]
-    tensors |= {f"dense/{n}": (_DTYPES[v.dtype], list(v.shape)) for n, v in weights.items()}
+    tensors |= {f"dense/{n}": (DTYPE_CODES[v.dtype], list(v.shape)) for n, v in weights.items()}
     with TensorsFile(folder / "model.safetensors", tensors) as out:
         for table in model.tables:
             for first in range(0, table.num_rows, _BLOCK):
@@ -172,7 +161,7 @@ def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     for table in model.tables:
         first_row = model.read(f"tables/{table.name}", slice(0, 1))
         parts = to_stored(table.name, first_row, [0], model.row_format)
-        kinds = {suffix: (_DTYPES[v.dtype], list(v.shape[1:])) for suffix, v in parts.items()}
+        kinds = {suffix: (DTYPE_CODES[v.dtype], list(v.shape[1:])) for suffix, v in parts.items()}
         key = (table.dim, *(dtype for dtype, _ in kinds.values()))
         number = list(stores).index(key) if key in stores else len(stores)
         store = stores.setdefault(key, {"rows": 0, "arrays": [[] for _ in kinds], "shapes": {}})
