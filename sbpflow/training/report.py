@@ -77,8 +77,8 @@ class MetricsWriter:
 
     Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed``
     contains the step of the checkpoint and the length of metrics.jsonl at that step. The file is
-    truncated to this length, and new lines are appended. If no line ends at this length, the file
-    belongs to another run (run.dir has changed), and is moved.
+    truncated to this length, and new lines are appended. If no line ends at this length, or the
+    file is shorter but complete, it belongs to another run (run.dir has changed), and is moved.
     """
 
     def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
@@ -121,12 +121,17 @@ class MetricsWriter:
 
 
 def _is_of_another_run(path: Path, length: int) -> bool:
-    """Return whether the file has ``length`` bytes or more, but no line ends at this length."""
+    """Return whether the file has ``length`` bytes or more, but no line ends at this length, or has
+    fewer bytes, but is complete: a run writes its ``final`` event after its last checkpoint.
+    """
     if length == 0 or not path.is_file():
         return False
     with path.open("rb") as file:
         file.seek(length - 1)
-        return file.read(1) not in (b"", b"\n")
+        if end := file.read(1):
+            return end != b"\n"
+        file.seek(0)
+        return any(line.startswith(b'{"event": "final"') for line in file)
 
 
 def _cut(file: TextIOWrapper, length: int) -> None:

@@ -228,13 +228,17 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
 
 
-def test_a_resumed_run_moves_the_files_of_another_run(tmp_path):
-    """With checkpoint.dir, a run can resume in the run folder of another run."""
-    other = '{"event": "step", "step": 1}\n{"event": "step", "step": 2}\n'
+@pytest.mark.parametrize("last", ["step", "final"])
+def test_a_resumed_run_moves_the_files_of_another_run(tmp_path, last):
+    """With checkpoint.dir, a run can resume in the run folder of another run, whose file may be
+    shorter.
+    """
+    other = f'{{"event": "step", "step": 1}}\n{{"event": "{last}", "step": 2}}\n'
+    length = {"step": 40, "final": 400}[last]
     (tmp_path / "metrics.jsonl").write_text(other)
     (tmp_path / "start.txt").touch()
     (tmp_path / "checkpoints").mkdir()
-    MetricsWriter(tmp_path, rank=0, resumed=(1, 40)).close()
+    MetricsWriter(tmp_path, rank=0, resumed=(1, length)).close()
     assert (tmp_path / "previous-1" / "metrics.jsonl").read_text() == other
     assert (tmp_path / "previous-1" / "start.txt").exists()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
