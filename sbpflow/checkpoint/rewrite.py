@@ -69,7 +69,8 @@ def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
 def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) -> int:
     """Write a full checkpoint to ``folder``, replacing any existing one; return its size in bytes.
 
-    The step, run, and documents are taken from ``index``. After an error, no files are left.
+    The step, run, and documents are taken from ``index``. No files are left if the tensors cannot
+    be written.
     """
     nonce = uuid.uuid4().hex[:8]
     partial = partial_folder(folder, index.step, nonce)
@@ -79,11 +80,11 @@ def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) 
             partial.mkdir(parents=True)
         file = piece_file(partial, 0, nonce)
         written, size = _write(file, tensors), int(file.stat().st_size)
-        new = replace(index, tensors=written, files={file.name: size}, previous=None)
-        publish(folder, partial, new)
-    except Exception:  # an interrupt may come when the checkpoint is already complete
+    except BaseException:
         drop_partial(partial, nonce)
         raise
+    new = replace(index, tensors=written, files={file.name: size}, previous=None)
+    publish(folder, partial, new)  # after an error at a URL, the index may exist and need the file
     return size
 
 

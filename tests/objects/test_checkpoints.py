@@ -18,6 +18,7 @@ from sbpflow.checkpoint.folder import (
 )
 from sbpflow.checkpoint.format import INDEX_FILE, Index, SavedTensor, whole_of
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.rewrite import given, write_full
 from sbpflow.checkpoint.run_file import RunFacts, read_run, write_run
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError, StoreError
@@ -156,6 +157,25 @@ def test_a_published_checkpoint_is_complete_even_if_leftovers_cannot_be_listed(m
     assert (folder / "step-2").sizes().keys() == {INDEX_FILE, "rank-0.a1.bin", "rank-0.b2.bin"}
     remove_checkpoint(folder / "step-2")
     assert not folder.sizes()
+
+
+def test_a_rewritten_checkpoint_is_complete_even_if_writing_its_index_seems_to_fail(monkeypatch):
+    """A store may have written an object although the client received no answer."""
+    pytest.importorskip("fsspec")
+    folder, write = any_path("memory://bucket/run"), RemotePath.write_bytes
+
+    def fail(self, data):
+        write(self, data)
+        raise StoreError(f"{self} cannot be written (5 tries in 60 s)")
+
+    save(folder, 2, 2)
+    index, values = open_checkpoint(folder / "step-2").index, torch.full((3_000_000,), 3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "write_bytes", fail)
+        with pytest.raises(CheckpointError, match="5 tries"):
+            write_full(folder, index, {NAME: given(values)})
+    assert value_of(folder, 2) == 3.0
+    remove_checkpoint(folder / "step-2")
 
 
 def test_reads_that_fail_temporarily_are_repeated(s3, quick):
