@@ -259,7 +259,7 @@ def remove_checkpoint(path: AnyPath) -> None:
     aside = path.with_name(f".removed-{path.name}")
     _remove(aside)
     path.rename(aside)
-    _removed(aside)
+    _try_to_remove(aside)
 
 
 def tidy(folder: AnyPath) -> list[str]:
@@ -279,7 +279,7 @@ def tidy(folder: AnyPath) -> list[str]:
                 continue
         elif not _PARTIAL.fullmatch(path.name):
             continue
-        if _removed(path):
+        if _try_to_remove(path):
             removed.append(path.name)
     return removed
 
@@ -320,7 +320,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _removed(path: Path) -> bool:
+def _try_to_remove(path: Path) -> bool:
     """Remove a file or folder; return whether this succeeded, and log a warning otherwise."""
     try:
         _remove(path)
