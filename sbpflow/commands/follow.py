@@ -53,7 +53,8 @@ def follow(args: Namespace) -> int:
 
     parse_rows(args.rows)
     inside = args.follow / CHECKPOINTS_FOLDER
-    check_output("--output", args.output, args.follow, (checkpoint_folder(args.follow), inside))
+    run = args.follow.parent if args.follow.name == CHECKPOINTS_FOLDER else args.follow
+    check_output("--output", args.output, run, (checkpoint_folder(args.follow), inside))
     with exports_in(args.output) as (output, publish), _only_export(args):
         _follow(args, output, publish, write_base)
     return 0
