@@ -21,7 +21,8 @@ CHANNEL = "control"
 
 def gather_values(boxing: Boxing, value: Value) -> list[Value]:
     """Return the values of all ranks, in rank order. Values consist of what JSON has: numbers,
-    strings, lists, and dicts with strings as keys. Every rank must call this function.
+    strings, booleans, None, lists, and dicts with strings as keys. Tuples are returned as lists.
+    Every rank must call this function.
     """
     raw = json.dumps(value).encode()
     if boxing.world.size == 1:
