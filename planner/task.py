@@ -247,6 +247,11 @@ class Task:
             self._feature[name].ragged or self._feature[name].weighted for name in table.features
         )
 
+    @cached_property
+    def sends_weights(self) -> bool:
+        """Return whether weights are sent for all lists, because some list has weights."""
+        return any(feature.weighted for feature in self.features)
+
     def optimizer_of(self, table: TableConfig) -> SparseOptimizer:
         return table.optimizer or self.optimizer
 

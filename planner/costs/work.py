@@ -77,7 +77,8 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
     pooled = output.sums and exchange.pools
     uses = sum(len(each.features) for each in output.tables) if pooled else 1
     vector_item = float((task.comm_dtype or task.dtype).itemsize)
-    rule = task.optimizer_of(table)
+    rule, is_ragged = task.optimizer_of(table), task.ragged(table)
+    weights = task.dtype.itemsize / 4 if is_ragged and task.sends_weights else 0
     slot_share = 1.0 if table.storage is None else table.storage.share
     # With CUDA, slots are planned in the host's memory.
     plans_slots = table.storage is not None and task.device_type == "cpu"
@@ -89,7 +90,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         vectors=len(table.features) / uses,
         lookups=lookups,
         most_lookups=task.most_lookups(table),
-        sent_ids=lookups + task.batch_size * len(table.features) * task.ragged(table),
+        sent_ids=lookups * (1 + weights) + task.batch_size * len(table.features) * is_ragged,
         touched=stats.touched(lookups),
         wanted=stats.touched(lookups / task.world_size),
         host_wanted=stats.touched(lookups / hosts),

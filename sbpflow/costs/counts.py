@@ -107,7 +107,8 @@ class Facts:
     touched: float
     wanted: float
     host_wanted: float
-    # 4-byte values of ids and lengths of lists sent to owners, except those sent for another table
+    # ids, and weights and lengths of lists, sent to owners, except those sent for another table, in
+    # units of 4 bytes
     sent_ids: float
     item: float = 4.0
     row_item: float = 4.0

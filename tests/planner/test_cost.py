@@ -135,9 +135,10 @@ def test_squares_are_padded_to_the_largest_batch_if_ranks_share_different_rows(s
     assert count_work(task, plan)[:, INDEX["square_bytes"]].tolist() == sent
 
 
-def test_lists_of_ids_are_sent_with_their_lengths():
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lists_of_ids_are_sent_with_their_lengths_and_weights(weighted):
     task = make_task(rows=(3000,))
-    lists = (replace(task.features[0], hotness=2, ragged=True),)
+    lists = (replace(task.features[0], hotness=2, ragged=True, weighted=weighted),)
     task = replace(task, features=lists)
     plan = {"t0": Choice(Shape("S(1)", "columns", (1, 4)), (0, 1, 2, 3))}
     engine, size = embedding_plan(task, plan), task.batch_size

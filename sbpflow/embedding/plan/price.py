@@ -52,6 +52,8 @@ def plan_totals(
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
     most = {feature.name: batch_size * feature.hotness for feature in plan.features}
+    # Weights are sent for all lists if any list has weights.
+    with_weight = 1 + plan.dtype.itemsize / 4 if plan.weighted else 1.0
     # Owners receive the ids of a feature only once, so the tables that share an id transfer also
     # share its cost.
     sharing = Counter(
@@ -66,7 +68,7 @@ def plan_totals(
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
                 curve = curve_of_table(table, frequencies)
                 lookups = sum(ids[name] for name in table.features)
-                lengths = batch_size if stack.ragged else 0
+                lengths, values_per_id = (batch_size, with_weight) if stack.ragged else (0, 1.0)
                 hosts = layout.placement.shape[0] if group.kind.even else plan.world.size
                 facts = Facts(
                     world_size=plan.world.size,
@@ -77,7 +79,8 @@ def plan_totals(
                     lookups=lookups,
                     most_lookups=sum(most[name] for name in table.features),
                     sent_ids=sum(
-                        (ids[name] + lengths) / max(1, sharing[name]) for name in table.features
+                        (ids[name] * values_per_id + lengths) / max(1, sharing[name])
+                        for name in table.features
                     ),
                     touched=min(curve.touched(lookups), table.num_rows),
                     wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
