@@ -192,7 +192,7 @@ def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None
         aside = folder / f".replaced-{target.name}"
         target.rename(aside)
         partial.rename(target)
-        _remove(aside)
+        _try_to_remove(aside)
     else:
         partial.rename(target)
     sync_path(folder)

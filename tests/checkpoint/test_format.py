@@ -302,7 +302,7 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     assert checked(tmp_path / "step-2").run == "r1"
 
 
-def test_a_removed_checkpoint_that_is_being_read_does_not_end_the_run(
+def test_a_removed_or_replaced_checkpoint_that_is_being_read_does_not_end_the_run(
     tmp_path, monkeypatch, caplog
 ):
     """On NFS, the folder of open files cannot be removed before they are closed."""
@@ -319,6 +319,11 @@ def test_a_removed_checkpoint_that_is_being_read_does_not_end_the_run(
     assert caplog.text.count("/.removed-step-2 is left until the next start of a run") == 2
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-4"]
     assert tidy(tmp_path) == [".removed-step-2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        save(tmp_path, step=4, run="r2")
+    assert checked(tmp_path / "step-4").run == "r2"
+    assert tidy(tmp_path) == [".replaced-step-4"]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
