@@ -70,13 +70,20 @@ def piece_file(partial: AnyPath, rank: int, nonce: str) -> AnyPath:
 
 
 def drop_partial(partial: AnyPath, nonce: str) -> None:
-    """Remove the files of an incomplete checkpoint, ignoring errors."""
+    """Remove the files of an incomplete checkpoint, ignoring errors.
+
+    In an object store, the files are kept if the index refers to them: the store may have written
+    it although the writer received an error.
+    """
     if not isinstance(partial, RemotePath):
         shutil.rmtree(partial, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
-        for name in partial.sizes():
-            if name.endswith(f".{nonce}.bin"):
+        sizes, end = partial.sizes(), f".{nonce}.bin"
+        if INDEX_FILE in sizes and end.encode() in (partial / INDEX_FILE).read_bytes():
+            return
+        for name in sizes:
+            if name.endswith(end):
                 (partial / name).unlink(missing_ok=True)
 
 

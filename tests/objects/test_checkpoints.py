@@ -8,6 +8,7 @@ import torch
 from sbpflow.checkpoint.commands import compact, list_text, verify_text
 from sbpflow.checkpoint.folder import (
     Claim,
+    drop_partial,
     keep_only,
     list_checkpoints,
     piece_file,
@@ -157,6 +158,19 @@ def test_a_published_checkpoint_is_complete_even_if_leftovers_cannot_be_listed(m
     assert (folder / "step-2").sizes().keys() == {INDEX_FILE, "rank-0.a1.bin", "rank-0.b2.bin"}
     remove_checkpoint(folder / "step-2")
     assert not folder.sizes()
+
+
+def test_a_failed_save_keeps_files_that_the_index_refers_to():
+    """A store may have written the index although the save received an error."""
+    pytest.importorskip("fsspec")
+    folder = any_path("memory://bucket/run")
+    save(folder, 2, 2, only_files=True)
+    drop_partial(folder / "step-2", "a1")
+    assert not folder.sizes()
+    save(folder, 2, 2)
+    drop_partial(folder / "step-2", "a1")
+    assert value_of(folder, 2) == 2.0
+    remove_checkpoint(folder / "step-2")
 
 
 def test_a_rewritten_checkpoint_is_complete_even_if_writing_its_index_seems_to_fail(monkeypatch):
