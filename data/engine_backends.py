@@ -11,6 +11,7 @@ import pickle
 import signal
 import threading
 import traceback
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,28 +39,29 @@ class Backend(Protocol):
     can_lose: ClassVar[bool] = True
     """True if workers run outside this process, where a call may never return"""
 
+    @abstractmethod
     def __init__(self, address: str | None, workers: int | None) -> None: ...
 
+    @abstractmethod
     def num_workers(self) -> int:
         """Return the number of calls that run concurrently."""
-        ...
 
+    @abstractmethod
     def submit(self, function: Callable[..., Any], *arguments: object) -> "Future[Any]":
         """Run ``function(*arguments)`` in a worker."""
-        ...
 
     def cancel(self, futures: "Sequence[Future[Any]]") -> None:
         """Cancel the calls, if possible."""
         for future in futures:
             future.cancel()
 
+    @abstractmethod
     def state(self) -> str:
         """Return a description of the workers for an error message."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Stop the workers that this process started."""
-        ...
 
 
 class _Pool(Backend):

@@ -19,7 +19,7 @@ from sbpflow.checkpoint.folder import (
     remove_checkpoint,
 )
 from sbpflow.checkpoint.format import INDEX_FILE
-from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.read import Checkpoint, with_parent
 from sbpflow.checkpoint.rewrite import row_blocks, unchanged, write_full
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.files.file_lock import HeldError, hold
@@ -40,7 +40,7 @@ def checkpoints_of(path: AnyPath) -> list[AnyPath]:
     """
     paths = list_checkpoints(checkpoint_folder(path))
     if not paths and (path / INDEX_FILE).exists():
-        return [path if path.name else path.resolve()]
+        return [with_parent(path)]
     if not paths:
         raise CheckpointError(
             f"{path} has no checkpoints; give a checkpoint, a folder of checkpoints, or the "

@@ -207,8 +207,7 @@ def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None
 
 def _publish_objects(target: RemotePath, index: Index) -> None:
     (target / INDEX_FILE).write_bytes(to_json(index).encode("ascii"))
-    # The checkpoint is now complete. If removing leftover files counted as a failed save, the files
-    # of this checkpoint would be removed, too.
+    # The checkpoint is now complete, so the save has succeeded even if leftover files stay.
     with contextlib.suppress(OSError):
         for name in target.sizes():
             if name != INDEX_FILE and name not in index.files:

@@ -36,13 +36,17 @@ from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 _KEPT_ROWS = 64
 
 
+def with_parent(folder: AnyPath) -> AnyPath:
+    """Return ``folder``, resolved if it is ``.`` or ``..``, whose name and parent say nothing."""
+    return folder.resolve() if folder.name in ("", "..") else folder
+
+
 def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
     """Open the checkpoint in folder ``path``; check its index and the sizes of its files.
 
     Raise CheckpointError with the file's name, its fault, and a remedy.
     """
-    folder = any_path(path)
-    folder = folder if folder.name else folder.resolve()  # "." has no name and no other parent
+    folder = with_parent(any_path(path))
     file = folder / INDEX_FILE
     try:
         text = read_text(file)

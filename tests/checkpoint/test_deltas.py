@@ -135,6 +135,11 @@ def test_the_current_folder_may_be_the_checkpoint(folder, monkeypatch):
     chain = (folder / "deltas").resolve()
     monkeypatch.chdir(chain / "step-8")
     assert open_checkpoint(".").path == chain / "step-8"
+    (inside := chain / "step-8" / "inside").mkdir()
+    monkeypatch.chdir(inside)
+    assert open_checkpoint("..").path == chain / "step-8"
+    monkeypatch.chdir(chain / "step-8")
+    inside.rmdir()
     assert checkpoint(["compact", "."]) == 0
     assert open_checkpoint(chain / "step-8").previous is None
     assert {path.name for path in (chain / "step-8").iterdir()} == {"index.json", "rank-0.bin"}

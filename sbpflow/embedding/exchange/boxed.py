@@ -115,7 +115,8 @@ class AddressedGroup(Group[GroupInFlight]):
         own = {m.index: (m.store, *pair) for m, pair in zip(self.members, merged, strict=True)}
         for index, stack in enumerate(self.plan.stacks):
             if index in own:
-                batches[-1].update(*own[index], stack.optimizer.lr, step)
+                store, lookup, grads = own[index]
+                batches[-1].update(store, lookup, grads, stack.optimizer.lr, step)
             else:
                 self._state.stand_by(index)
         self._release(batches)

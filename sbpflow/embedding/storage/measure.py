@@ -134,8 +134,8 @@ class Profile:
         self._warned = False
 
     def find(self, shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float] | None:
-        """Return the measured milliseconds of ``kernels``, or ``None`` if there is no valid entry
-        for exactly these kernels. Log a warning for an invalid entry.
+        """Return the measured milliseconds of ``kernels``. Return ``None`` unless there is a valid
+        entry with exactly these kernels, and log a warning if the entry is invalid.
         """
         entry = self._entries().get(shape.key())
         if entry is None:

@@ -110,8 +110,8 @@ def export_newest(
     """Export the newest good checkpoint in ``run`` unless its identity is ``seen``.
 
     Returns two strings: the identity of the checkpoint, to pass as ``seen`` next time, and a log
-    line, which is "" if nothing was exported. If the run ``is_over``, raises CheckpointError or
-    FileNotFoundError if there is no usable checkpoint.
+    line, which is "" if nothing was exported. If ``is_over``, the run saves no more
+    checkpoints, and a missing or damaged checkpoint raises CheckpointError or FileNotFoundError.
     """
     try:
         checkpoint = next(good_checkpoints(run), None)
