@@ -279,7 +279,7 @@ def measure(argv: Sequence[str]) -> str:
     for name in ("--tables", "--plans", "--output"):
         parser.add_argument(name, type=local_path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     args = parser.parse_args(argv)
     tables = read_tables(args.tables)
     try:
