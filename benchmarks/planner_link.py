@@ -20,8 +20,10 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--seconds", type=float, default=270.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     words = ["--output", args.output, "--seconds", str(args.seconds), "--seed", str(args.seed)]
+    words += ["--rounds", str(args.rounds)]
     if args.worker:
         sys.exit(calibrate(words))
     start_ranks("benchmarks.planner_link", args.ranks, words, link=args.link)

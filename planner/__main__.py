@@ -22,6 +22,9 @@ def calibrate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seconds", type=float, help="limit on the total time; default: 270")
+    parser.add_argument(
+        "--rounds", type=int, help="how often to measure each plan of a task; default: 2"
+    )
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="the tables' optimizer")
     parser.add_argument("--seed", type=parse_seed, default=0)
     parser.add_argument(

@@ -144,7 +144,7 @@ def described(name: str) -> Profile:
         "update_ids": ids,
         "update_elements": element,
         "step_elements": 3 * element,
-        "square_bytes": byte,
+        "reduced_bytes": byte,
         "num_dense_groups": 2 * launch,
         "num_summed_groups": 2 * launch,
         "num_row_transfers": 7 * launch,

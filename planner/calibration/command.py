@@ -55,12 +55,17 @@ def _settings(args: Namespace) -> Settings:
         raise ConfigError(
             f"--seconds must be above 0 and finite, got {args.seconds}; for example, --seconds 270"
         )
+    rounds = settings.rounds if args.rounds is None else args.rounds
+    if rounds < 1:
+        raise ConfigError(f"--rounds must be 1 or more, got {rounds}; for example, --rounds 2")
     if args.output is not None and (args.output.is_dir() or not args.output.name):
         raise ConfigError(
             f"--output: {args.output} is a folder; use a file, such as --output profile.json"
         )
     seconds = settings.seconds if args.seconds is None else args.seconds
-    return replace(settings, optimizer=args.optimizer, seed=args.seed, seconds=seconds)
+    return replace(
+        settings, optimizer=args.optimizer, seed=args.seed, seconds=seconds, rounds=rounds
+    )
 
 
 def default_ranks(device: str) -> int:

@@ -147,17 +147,17 @@ def _factors(like: Record) -> Floats:
 
     With several hosts, only the links between hosts are priced as transfers. A byte that a two-hop
     exchange sends to another host then costs more than a byte that is sent evenly to all ranks,
-    because a part of all evenly sent bytes stays within the host. Of a dense gradient, a host sends
-    as much to another host as a single rank (``Link.parameter_ms``).
+    because a part of all evenly sent bytes stays within the host. In an all-reduce, a host sends as
+    much to another host as a single rank (``Link.reduced_byte_ms``).
     """
     sent, world_size = SENT.copy(), len(like.totals)
-    parameter = parameter_bytes(world_size)
+    sent[INDEX["dense_parameters"]] = parameter_bytes(world_size)
     if 1 < like.num_hosts < world_size:
         far = _far_share(world_size, like.num_hosts)
         sent[INDEX["host_bytes"]] = 0.0
         sent[INDEX["network_bytes"]] = 1.0 / far
-        parameter /= far * (world_size // like.num_hosts)
-    sent[INDEX["dense_parameters"]] = parameter
+        for name in ("dense_parameters", "reduced_bytes"):
+            sent[INDEX[name]] /= far * (world_size // like.num_hosts)
     # A single rank makes no calls, so all of a step's fixed time is work.
     calls = _CALLS if world_size > 1 else _NONE
     no_transfers = np.zeros((len(PHASES), NUM_FEATURES))

@@ -65,12 +65,12 @@ class Link:
         within = 1e-6 / self.within_gb_per_s
         return within, 1e-6 / self.between_gb_per_s if far else within
 
-    def parameter_ms(self, world_size: int) -> float:
-        """Return the ms of the all-reduce of one dense parameter's gradient. Ranks send in rings,
-        so each node sends as much as a single rank, over the links of all its ranks.
+    def reduced_byte_ms(self, world_size: int) -> float:
+        """Return the ms per byte that a rank sends in an all-reduce. Ranks send in rings, so each
+        node sends as much as a single rank, over the links of all its ranks.
         """
         within, between = self.hop_byte_ms(world_size)
-        return parameter_bytes(world_size) * max(within, between / max(self.ranks_per_node, 1))
+        return max(within, between / max(self.ranks_per_node, 1))
 
     def sharing(self, world_size: int) -> int:
         """Return how many ranks share a link to other nodes; without other nodes, return 1."""
@@ -174,9 +174,10 @@ class Profile:
             return np.stack([work, *by_phase(np.zeros_like(work))], axis=1)
         byte, call = self.link.byte_ms(world_size), self.link.call_ms(world_size)
         hops = self.link.hop_byte_ms(world_size)
-        parameter = self.link.parameter_ms(world_size)
+        reduced = self.link.reduced_byte_ms(world_size)
+        parameter = parameter_bytes(world_size) * reduced
         dense = vector_of({"dense_parameters": parameter, "always": call})
-        transfers = factor * (transfer_ms(byte, call, hops) + dense)
+        transfers = factor * (transfer_ms(byte, call, hops, reduced) + dense)
         return np.stack([work, *by_phase(transfers)], axis=1)
 
     def as_json(self) -> str:

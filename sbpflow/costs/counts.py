@@ -43,16 +43,16 @@ FEATURES = (
     "step_rows",  # Rows that the optimizer changes.
     "step_elements",
     "step_passes",  # ``step_elements`` times the number of optimizer states (at least 1).
-    # ``copied_bytes`` counts the bytes copied into and out of transfer buffers, and
-    # ``square_bytes`` counts the bytes of squared gradients summed over ranks that share rows.
-    "copied_bytes",
-    "square_bytes",
+    "copied_bytes",  # Bytes copied into and out of transfer buffers.
+    # Bytes that this rank sends in all-reduces: of squared gradients, which ranks that share rows
+    # sum, and of dense gradients of copied tables.
+    "reduced_bytes",
     "ids_bytes",  # Bytes of ids that this rank sends.
     "counted_bytes",  # Bytes of row ids that this rank sends after exchanging their counts.
     "vector_bytes",  # Bytes of vectors that this rank sends.
     "gradient_bytes",  # Bytes of gradients that this rank sends.
-    # The sent bytes above are spread evenly over all other ranks. In a two-hop exchange, each hop
-    # uses its own link, so the bytes of each hop have their own feature.
+    # Except ``reduced_bytes``, the sent bytes above are spread evenly over all other ranks. In a
+    # two-hop exchange, each hop uses its own link, so the bytes of each hop have their own feature.
     "host_bytes",  # Bytes that this rank sends within its host.
     "network_bytes",  # Bytes that this rank sends to other hosts.
     # Each feature below counts distinct keys (see ``Key``).
@@ -164,7 +164,7 @@ class Facts:
         In a ring of N ranks, each rank sends (N - 1) / N of the 4-byte values twice.
         """
         sent = 8.0 * rows * (cut[1] - 1) / cut[1]
-        return {"square_bytes": sent if self.shares_state else 0.0}
+        return {"reduced_bytes": sent if self.shares_state else 0.0}
 
 
 def vector_of(counts: Counts) -> Floats:

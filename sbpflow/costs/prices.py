@@ -30,14 +30,13 @@ GROUP_MS, STACK_MS = 2.5, 0.5
 PHASES = ("ids", "vectors", "gradients")
 """The phases of a step in which ranks wait for each other's bytes."""
 _VECTORS = vector_of(dict.fromkeys(("vector_bytes", "host_bytes", "network_bytes"), 1.0))
-_GRADIENTS = vector_of(dict.fromkeys(("gradient_bytes", "square_bytes", "dense_parameters"), 1.0))
+_GRADIENTS = vector_of(dict.fromkeys(("gradient_bytes", "reduced_bytes", "dense_parameters"), 1.0))
 _SPREAD = vector_of(
-    dict.fromkeys(
-        ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes", "square_bytes"), 1.0
-    )
+    dict.fromkeys(("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes"), 1.0)
 )
+_REDUCED = vector_of({"reduced_bytes": 1.0})
 _HOST, _NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
-SENT = _SPREAD + _HOST + _NETWORK
+SENT = _SPREAD + _REDUCED + _HOST + _NETWORK
 """The bytes that a rank sends per unit of each count ([F])."""
 WORK_NS = vector_of(
     {
@@ -113,29 +112,39 @@ def shared(loads: Floats, ranks_per_link: int) -> Floats:
 
 
 def transfer_ms(
-    byte_ms: float, call_ms: float, hop_byte_ms: tuple[float, float] | None = None
+    byte_ms: float,
+    call_ms: float,
+    hop_byte_ms: tuple[float, float] | None = None,
+    reduced_byte_ms: float | None = None,
 ) -> Floats:
     """Return the milliseconds of transfers on a rank per unit of each count ([F]).
 
     ``byte_ms`` is the price of a byte sent evenly to all other ranks. ``hop_byte_ms`` contains the
-    prices of a byte in the two hops of an exchange (within a host, between hosts); by default, both
-    are ``byte_ms``.
+    prices of a byte in the two hops of an exchange (within a host, between hosts), and
+    ``reduced_byte_ms`` is the price of a byte in an all-reduce; by default, all are ``byte_ms``.
     """
     near, far = hop_byte_ms or (byte_ms, byte_ms)
-    return byte_ms * _SPREAD + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
+    reduced = byte_ms if reduced_byte_ms is None else reduced_byte_ms
+    spread = byte_ms * _SPREAD + reduced * _REDUCED
+    return spread + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
 
 
 def price_of(
-    totals: Floats, prices: Floats, far: float, speeds: Sequence[float] | None = None
+    totals: Floats,
+    prices: Floats,
+    far_shares: tuple[float, float],
+    speeds: Sequence[float] | None = None,
 ) -> Price:
     """Return the price of a step from its counts ``totals`` [ranks, F].
 
-    ``prices`` is the result of ``transfer_ms``. ``far`` is the share of evenly sent bytes that goes
-    to other hosts. ``speeds`` are the relative speeds of the ranks, by default 1.
+    ``prices`` is the result of ``transfer_ms``. ``far_shares`` are the shares of evenly sent bytes
+    and of bytes in all-reduces that go to other hosts. ``speeds`` are the relative speeds of the
+    ranks, by default 1.
     """
+    far = far_shares[0] * _SPREAD + far_shares[1] * _REDUCED + _NETWORK
     return Price(
         work_ms=float((totals @ WORK_MS / np.array(speeds or 1.0)).max()),
         transfer_ms=float((totals @ by_phase(prices).T).max(axis=0).sum()),
         sent_bytes=int((totals @ SENT).max()),
-        network_bytes=int((totals @ (far * _SPREAD + _NETWORK)).max()),
+        network_bytes=int((totals @ far).max()),
     )

@@ -199,7 +199,7 @@ def rows_sent(world, shape):
             ("fwd/ids", "counted_bytes"),
             ("fwd/vectors", "vector_bytes"),
             ("bwd/vectors", "gradient_bytes"),
-            ("bwd/row_state", "square_bytes"),
+            ("bwd/row_state", "reduced_bytes"),
         )
     ]
 
@@ -303,16 +303,18 @@ def test_predicted_memory_is_what_the_ranks_use(ranks):
 # Fitting
 
 
-def machine():
+def machine(num_hosts=1):
     """Return the prices ([4, F]) of an imaginary machine: work costs three times the constants, and
-    the link has its own prices.
+    the link has its own prices. Four ranks on two hosts send 4/3 of a rank's evenly sent bytes to
+    the other host, and in an all-reduce as much as one rank sends.
     """
     prices = 3.0 * vector_of({"read_elements": 4e-7}) + 3.0 * WORK_MS
     work = prices + vector_of({"always": 0.5})
-    return np.stack([work, *by_phase(transfer_ms(4e-6, 0.1))])
+    reduced = {1: 4e-6, 2: 3e-6}[num_hosts]
+    return np.stack([work, *by_phase(transfer_ms(4e-6, 0.1, reduced_byte_ms=reduced))])
 
 
-def synthetic_records(noise, samples=24, ranks_per_link=1):
+def synthetic_records(noise, samples=24, num_hosts=1, ranks_per_link=1):
     """Return records of tasks, with six plans each, on a machine with known prices."""
     random = np.random.default_rng(4)
     records = []
@@ -325,10 +327,10 @@ def synthetic_records(noise, samples=24, ranks_per_link=1):
                 sample=sample,
                 totals=count_work(task, plan),
                 rounds_ms=(1.0,),
-                num_hosts=4 // ranks_per_link if ranks_per_link > 1 else 1,
+                num_hosts=num_hosts,
                 ranks_per_link=ranks_per_link,
             )
-            (ms,) = predicted_ms(machine(), [record])
+            (ms,) = predicted_ms(machine(num_hosts), [record])
             rounds = tuple((ms * np.exp(random.normal(0, noise, 2))).tolist())
             records.append(replace(record, rounds_ms=rounds))
     return records
@@ -359,24 +361,25 @@ def test_a_fit_finds_the_link_and_adapts_the_constants():
 
 def test_a_fit_on_several_hosts_finds_the_link_between_them():
     """On two hosts of two ranks, two thirds of the evenly sent bytes go to the other host."""
-    records = [replace(record, num_hosts=2) for record in synthetic_records(0.0, samples=6)]
+    records = synthetic_records(0.0, samples=6, num_hosts=2)
     profile = fit(records, backend="gloo")
     flat = fit(synthetic_records(0.0, samples=6), backend="gloo")
     assert profile.link.ranks_per_node == 2
     assert profile.link.num_hosts(4) == 2
-    assert profile.link.between_gb_per_s == pytest.approx(2 / 3 * flat.link.within_gb_per_s)
+    within = flat.link.within_gb_per_s
+    assert profile.link.between_gb_per_s == pytest.approx(2 / 3 * within, rel=0.01)
     assert "assumed within a host" in profile.sources["transfers"]
     ours, theirs = profile.prices(4), flat.prices(4)
     sent = [INDEX[name] for name in ("vector_bytes", "ids_bytes", "num_id_calls")]
-    np.testing.assert_allclose(ours[sent], theirs[sent])
+    np.testing.assert_allclose(ours[sent], theirs[sent], rtol=0.02)
     vectors = 1 + PHASES.index("vectors")
     network, even = ours[INDEX["network_bytes"], vectors], theirs[INDEX["vector_bytes"], vectors]
-    assert network == pytest.approx(1.5 * even)
+    assert network == pytest.approx(1.5 * even, rel=0.01)
     assert even > 0
 
 
 def test_a_fit_knows_which_ranks_share_a_link():
-    records = synthetic_records(0.0, samples=6, ranks_per_link=2)
+    records = synthetic_records(0.0, samples=6, num_hosts=2, ranks_per_link=2)
     prices = fitted_prices(records)
     measured = [record.step_ms for record in records]
     np.testing.assert_allclose(predicted_ms(prices, records), measured, rtol=0.05)

@@ -140,7 +140,7 @@ def test_squares_are_padded_to_the_largest_batch_if_ranks_share_different_rows(s
     steps = embedding_plan(task, plan).update_steps(task.batch_size)
     sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
     assert sent[0] == 4 * 512 * 20
-    assert count_work(task, plan)[:, INDEX["square_bytes"]].tolist() == sent
+    assert count_work(task, plan)[:, INDEX["reduced_bytes"]].tolist() == sent
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -186,7 +186,7 @@ def test_a_step_takes_the_maximum_work_plus_the_maximum_transfers_of_each_phase(
     totals, prediction = count_work(TASK, plan), price().predict(plan)
     *times, _ = (totals @ cost.prices).T
     assert prediction.step_ms == pytest.approx(sum(ms.max() for ms in times))
-    assert cost.prices[INDEX["square_bytes"], 3] > 0, "squares of rowwise optimizers travel"
+    assert cost.prices[INDEX["reduced_bytes"], 3] > 0, "squares of rowwise optimizers travel"
     problem = problem_of(cost, given=plan)
     planned = price_of(problem, assignment_of(problem, plan))
     assert planned.ms == pytest.approx(prediction.step_ms)

@@ -407,6 +407,7 @@ def test_a_seed_is_a_whole_number_that_every_generator_accepts(seed):
     [
         (["--seconds", "nan"], "--seconds must be above 0 and finite, got nan"),
         (["--seconds", "inf"], "--seconds must be above 0 and finite, got inf"),
+        (["--rounds", "0"], "--rounds must be 1 or more, got 0; for example, --rounds 2"),
         (["--output", "."], r"--output: \. is a folder; use a file"),
     ],
 )

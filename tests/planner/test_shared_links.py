@@ -125,11 +125,13 @@ def test_only_the_balance_between_hosts_matters_for_transfers():
     assert transfers[0, 2] < transfers[0, 1]
 
 
-def test_a_host_sends_as_many_dense_gradients_as_a_rank():
+def test_in_an_all_reduce_a_host_sends_as_much_as_a_rank():
     alone, apart = (link_of("1gbit", ranks)[0] for ranks in (1, 2))
     # Both links give a host 1 Gbit/s. In a ring of 4 ranks on 2 hosts, as many bytes leave a host
     # as in a ring of 4 ranks on 4 hosts.
-    assert apart.parameter_ms(4) == pytest.approx(alone.parameter_ms(4))
+    assert apart.reduced_byte_ms(4) == pytest.approx(alone.reduced_byte_ms(4))
     profile = with_link(described("h100-dgx"), apart, "1gbit")
     gradients = 1 + PHASES.index("gradients")
-    assert profile.prices(4)[INDEX["dense_parameters"], gradients] == apart.parameter_ms(4)
+    prices = profile.prices(4)[:, gradients]
+    assert prices[INDEX["reduced_bytes"]] == apart.reduced_byte_ms(4)
+    assert prices[INDEX["dense_parameters"]] == pytest.approx(6.0 * apart.reduced_byte_ms(4))

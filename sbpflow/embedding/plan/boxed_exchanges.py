@@ -87,7 +87,7 @@ class DenseAllreduce(Exchange):
             # factor of 15, ``scheme: auto`` would choose copies for 510 small tables on loopback,
             # where unique rows are 2.9% faster.
             "copied_bytes": 25 * numbers * facts.gradient_item,
-            "gradient_bytes": sent,
+            "reduced_bytes": sent,
             # The largest part is either the sent gradients with those of the rank's own rows, or
             # the received gradients with those of all touched rows.
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups

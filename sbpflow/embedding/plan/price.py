@@ -38,11 +38,17 @@ def price_plan(
     low speed. Without a ``topology``, all ranks are assumed to be on one host.
     """
     topology = topology or Topology.one_host(plan.world.size)
-    link, far = topology.link(plan.world.ranks), topology.far_share
+    link = topology.link(plan.world.ranks)
+    far, reduced_far = topology.far_share, topology.far_ring_share
     hops = 1e-6 / topology.host_link.gb_per_s, 1e-6 / link.gb_per_s
-    prices = transfer_ms(max((1 - far) * hops[0], far * hops[1]), link.latency_ms, hops)
+    prices = transfer_ms(
+        byte_ms=max((1 - far) * hops[0], far * hops[1]),
+        call_ms=link.latency_ms,
+        hop_byte_ms=hops,
+        reduced_byte_ms=max(hops[0], reduced_far * hops[1]),
+    )
     totals = plan_totals(plan, batch_size, frequencies or {})
-    return price_of(totals, prices, far, topology.speeds)
+    return price_of(totals, prices, (far, reduced_far), topology.speeds)
 
 
 def plan_totals(

@@ -105,6 +105,14 @@ class Topology:
         """
         return (self.size - min(map(len, self.hosts))) / max(1, self.size - 1)
 
+    @property
+    def far_ring_share(self) -> float:
+        """Return the share of the bytes sent in a ring of all ranks that goes to other hosts: only
+        one rank of a host sends to another host. If hosts differ in size, return the share of the
+        smallest.
+        """
+        return 1.0 / min(map(len, self.hosts)) if len(self.hosts) > 1 else 0.0
+
     def host_of(self, rank: int) -> int:
         """Return the index of a rank's host in ``hosts``."""
         return next(index for index, host in enumerate(self.hosts) if rank in host)
