@@ -1,6 +1,6 @@
 """Calibrates the planner over a link of a given rate between two network namespaces.
 
-    python -m benchmarks.planner_link --link 1gbit --output FILE [--ranks 4] [--seconds 270]
+    python -m benchmarks.planner_link --link 1gbit --output FILE [--ranks 4] [--rounds 2]
 
 Pass the resulting FILE as ``--profile`` to the ``sbpflow`` commands.
 """

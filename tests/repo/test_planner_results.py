@@ -6,7 +6,7 @@ from tests.repo.results import PAGES, read
 
 
 def test_the_cost_models_have_the_recorded_errors():
-    lines = {line["link"]: line for line in read("planner_ablation_zen4.jsonl")}
+    lines = {line["link"]: line for line in read("planner_ablation_rounds.jsonl")}
     links = [lines[link] for link in ("loopback", "1gbit", "100mbit")]
     section = PAGES["planner"].split("## Cost models")[1].split("\n## ")[0]
     shown = [
@@ -42,6 +42,22 @@ def test_the_cost_models_have_the_recorded_errors():
         f"| fastest plan of the first round | | {noise} | {100 * one['regret of one round']:.1f}%"
     )
     assert first in section
+
+
+def test_calibrations_of_two_rounds_had_the_recorded_errors():
+    lines = {line["link"]: line for line in read("planner_ablation_zen4.jsonl")}
+    words, fit = " ".join(PAGES["planner"].split()), "fit, shrunk toward the constants"
+    ours, unfitted = lines["all"]["models"][fit], lines["all"]["models"]["constants"]
+    mean, width = 100 * ours["regret"], 100 * ours["regret interval"]
+    over, half = 100 * unfitted["over"], 100 * unfitted["over interval"]
+    correlations = " / ".join(
+        f"{lines[link]['models'][fit]['rank correlation']:.2f}"
+        for link in ("loopback", "1gbit", "100mbit")
+    )
+    assert f"in {lines['all']['tasks']} tasks of two such calibrations" in words
+    assert f"the regret of the fit is {mean:.1f}% (+- {width:.1f})" in words
+    assert f"is larger by {over:.1f} points (+- {half:.1f})" in words
+    assert f"of the fit are {correlations}." in words
 
 
 def test_the_cost_models_were_compared_on_earlier_days():
