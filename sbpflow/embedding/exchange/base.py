@@ -40,9 +40,6 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# The collected batches, their total number of samples, and one merged (lookup, gradients) pair per
-# store.
-Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
 # Arguments: the group, the index of the stack, and a function that sums squares over the ranks that
@@ -129,8 +126,9 @@ class Group(ABC, Generic[BatchT]):
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
-        self._collected: list[tuple[GroupInFlight, list[Lookup], list[Tensor]]] = []
-        self._merged: Collected | None = None
+        self._collected: list[GroupInFlight] = []
+        # The gradients of each collected batch, with one pair per store; ``_merge`` joins them.
+        self._kept: list[list[tuple[Lookup, Tensor]]] = []
 
     @abstractmethod
     def stores(self) -> list[tuple[TableBatch, RowStore]]:
@@ -237,7 +235,8 @@ class Group(ABC, Generic[BatchT]):
 
     def keep(self, batch: GroupInFlight, lookups: list[Lookup], grads: list[Tensor]) -> None:
         """Keep a batch's gradients for this rank's stores until ``update``."""
-        self._collected.append((batch, lookups, grads))
+        self._collected.append(batch)
+        self._kept.append(list(zip(lookups, grads, strict=True)))
 
     def gradient_squares(self) -> Tensor:
         """Sum the collected gradients per row, and return the sum of their squares (0-d float64).
@@ -245,7 +244,7 @@ class Group(ABC, Generic[BatchT]):
         The results of all ranks can be summed, because replicated rows are counted only on the
         first rank.
         """
-        _, _, merged = self._merged = self._merged or self._merge()
+        merged = self._merge()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.plan.kind.copies and self.world.rank != self.plan.world.ranks[0]:
             return total
@@ -257,19 +256,16 @@ class Group(ABC, Generic[BatchT]):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the collected gradients by ``factor`` (a 0-d tensor)."""
-        batches, batch_size, merged = self._merged or self._merge()
-        scaled = [(lookup, grads * factor.to(grads.dtype)) for lookup, grads in merged]
-        self._merged = (batches, batch_size, scaled)
+        merged = self._merge()
+        self._kept = [[(lookup, grads * factor.to(grads.dtype)) for lookup, grads in merged]]
 
-    @property
-    def num_collected(self) -> int:
-        """Return the number of batches whose gradients ``update`` will apply."""
-        return len(self._collected if self._merged is None else self._merged[0])
-
-    def take_collected(self) -> "Collected":
-        """Remove and return the merged gradients of all collected batches."""
-        taken, self._merged = self._merged or self._merge(), None
-        return taken
+    def take_collected(self) -> tuple[list[GroupInFlight], int, list[tuple[Lookup, Tensor]]]:
+        """Remove and return the collected batches, their total number of samples, and one merged
+        (lookup, gradients) pair per store.
+        """
+        merged, batches = self._merge(), self._collected
+        self._collected, self._kept = [], []
+        return batches, sum(batch.batch_size for batch in batches), merged
 
     def _release(self, batches: Sequence[GroupInFlight]) -> None:
         """Release the slots of ``batches``, so that stores can reuse them."""
@@ -278,19 +274,18 @@ class Group(ABC, Generic[BatchT]):
                 for _, store in self.stores():
                     store.release(batch.number)
 
-    def _merge(self) -> "Collected":
-        collected, self._collected = self._collected, []
-        if not collected:
+    def _merge(self) -> list[tuple[Lookup, Tensor]]:
+        if not self._kept:
             raise RuntimeError(
                 f"{self.plan.name}: update was called without gradients; call receive_grads first"
             )
-        batches = [batch for batch, _, _ in collected]
-        merged: list[tuple[Lookup, Tensor]] = []
-        for index in range(len(collected[0][1])):
-            lookup = Lookup.merge([lookups[index] for _, lookups, _ in collected])
-            grads = [of_batch[index] for _, _, of_batch in collected]
-            merged.append((lookup, grads[0] if len(grads) == 1 else torch.cat(grads)))
-        return batches, sum(batch.batch_size for batch in batches), merged
+        if len(self._kept) > 1:
+            merged: list[tuple[Lookup, Tensor]] = []
+            for pairs in zip(*self._kept, strict=True):
+                grads = torch.cat([grads for _, grads in pairs])
+                merged.append((Lookup.merge([lookup for lookup, _ in pairs]), grads))
+            self._kept = [merged]
+        return self._kept[0]
 
     def start(
         self,

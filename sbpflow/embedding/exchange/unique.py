@@ -185,7 +185,7 @@ class UniqueGroup(RowGroup):
 
     def update(self, step: int) -> None:
         self.settle()
-        self.plan.check_step(self.num_collected)
+        self.plan.check_step(len(self._collected))
         batches = self.apply(step)
         batch = self._to_update.get(batches[-1].number or 0)
         if batch is None or (late := batch.late) is None:
