@@ -149,9 +149,8 @@ class Group(ABC, Generic[BatchT]):
         """
         return None
 
-    @abstractmethod
     def exchange_ids(self, batch: BatchT) -> None:
-        """Use ``batch.counts`` to start sending the ids, if the exchange sends any."""
+        """Use ``batch.counts`` to start sending the ids. By default, a group sends none itself."""
 
     def next_round(self, batch: BatchT) -> None:
         """Receive the ids of the previous round, and count the ids to forward in round
