@@ -6,7 +6,7 @@ return a ``Lookup``: addresses, the bags that they form, and a weight per addres
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import ModuleType
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.ids.list_loops import find_loops
-from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, columns_of
+from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
 from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
@@ -42,7 +42,9 @@ class BagShape:
         places: Mapping[int, int] | None = None,
     ) -> None:
         self.uses, self._ragged, self._dtype, self._device = uses, ragged, dtype, device
-        matrix_columns = [columns[c] if columns is not None else c for c in columns_of(uses)]
+        matrix_columns = [column for use in uses for column in use.columns]
+        if columns is not None:
+            matrix_columns = [columns[column] for column in matrix_columns]
         self._slice = _as_slice(matrix_columns)
         self._columns = self._index(matrix_columns)
         lists = [use.place for use in uses if use.place is not None]
@@ -64,11 +66,27 @@ class BagShape:
         ]
         self._shares = torch.tensor(shares, dtype=dtype, device=device)
 
-    def matrix(self, ids: BatchIds) -> Tensor:
-        """Return the matrix columns of the uses: [samples, columns]."""
+    def read(
+        self, ids: BatchIds, *, pooled: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the ids of the uses, and the offsets and weights of their bags: one bag per sample
+        and use, or per sample if ``pooled``.
+
+        The ids are [samples, columns] or, from lists, [n]; for lists, the second result is the
+        index of the use of each id. There are no offsets if every bag has one id, and no weights if
+        all are 1.
+        """
+        if self._ragged:
+            lists = self.lists(ids)
+            lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
+            return lists.values, lists.places(), _ends(lengths), self.list_weights(lists)
         if self._slice is not None:
-            return ids.matrix[:, self._slice]
-        return ids.matrix.index_select(1, self._columns)
+            matrix = ids.matrix[:, self._slice]
+        else:
+            matrix = ids.matrix.index_select(1, self._columns)
+        samples = ids.num_samples
+        weights = self._shares.expand(samples, -1).reshape(-1) if self._mean else None
+        return matrix, None, self._offsets(samples, pooled=pooled), weights
 
     def lists(self, ids: BatchIds) -> Lists:
         """Return the lists of the uses for every sample."""
@@ -80,7 +98,7 @@ class BagShape:
             return ids.lists
         return ids.lists.take(self._places)
 
-    def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
+    def _offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
         """Return the offsets of the bags of a matrix, or ``None`` if every bag has one id."""
         total = samples * self._per_sample
         if pooled:
@@ -92,14 +110,6 @@ class BagShape:
         first = torch.arange(0, total, self._per_sample or 1, device=self._device)
         inner = (first.unsqueeze(1) + self._starts).view(-1)
         return torch.cat([inner, inner.new_full((1,), total)])
-
-    def shares(self, samples: int) -> Tensor | None:
-        """Return the weight of each id in a matrix (1 unless its bag is a mean), or ``None`` if
-        all weights are 1.
-        """
-        if not self._mean:
-            return None
-        return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
         """Return the weights of ids in lists, divided by the list length for means, or ``None`` if
@@ -113,20 +123,6 @@ class BagShape:
             share.reshape(-1), lists.lengths.reshape(-1), output_size=lists.values.numel()
         )
         return shares if lists.weights is None else shares * lists.weights
-
-    def list_offsets(self, lists: Lists, *, pooled: bool) -> Tensor:
-        """Return the offsets of the bags in lists: one bag per list, or per sample if
-        ``pooled``.
-        """
-        lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
-        return _ends(lengths)
-
-    def use_of(self, lists: Lists) -> Tensor:
-        """For each id in the lists, return the index of the use to which it belongs."""
-        samples, uses = lists.lengths.shape
-        place = torch.arange(uses, device=self._device).repeat(samples)
-        flat = lists.lengths.reshape(-1)
-        return torch.repeat_interleave(place, flat, output_size=lists.values.numel())
 
     def _index(self, places: list[int]) -> Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self._device)
@@ -161,7 +157,6 @@ class LocalAddresses:
         self._shift = per_column([shard.shift if shard else 0 for shard in held])
         self._firsts = per_column([shard.row_start if shard else 0 for shard in held])
         self._lasts = per_column([shard.row_stop - 1 if shard else -1 for shard in held])
-        self._ragged = stack.ragged
         self._loops = find_loops(device, compiled=compiled) if stack.ragged else None
         self._whole = all(
             shard is not None and shard.num_rows == use.table.num_rows
@@ -178,21 +173,13 @@ class LocalAddresses:
 
         Ids of rows on other ranks are left out or, if ``absent`` is set, converted to this address.
         """
-        bags = self.bags
         if self._loops is not None and absent is None:
-            return self._by_loop(self._loops, bags.lists(ids), pooled=pooled)
-        if self._ragged:
-            lists = bags.lists(ids)
-            use = bags.use_of(lists)
-            wanted, shift = lists.values, self._shift.index_select(0, use)
-            firsts, lasts = self._firsts.index_select(0, use), self._lasts.index_select(0, use)
-            offsets: Tensor | None = bags.list_offsets(lists, pooled=pooled)
-            weights = bags.list_weights(lists)
-        else:
-            wanted = bags.matrix(ids)
-            shift, firsts, lasts = self._shift, self._firsts, self._lasts
-            samples = wanted.shape[0]
-            offsets, weights = bags.offsets(samples, pooled=pooled), bags.shares(samples)
+            return self._by_loop(self._loops, self.bags.lists(ids), pooled=pooled)
+        wanted, use, offsets, weights = self.bags.read(ids, pooled=pooled)
+        tables = [self._shift, self._firsts, self._lasts]
+        if use is not None:
+            tables = [table.index_select(0, use) for table in tables]
+        shift, firsts, lasts = tables
         addresses = (wanted + shift).reshape(-1)
         if self._whole:
             return Lookup(addresses, offsets, weights)
@@ -244,53 +231,37 @@ class OwnerAddresses:
         self.lasts = [stop - 1 for stop in (*self.bases[1:], self.num_addresses)]
         parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
-        last = torch.iinfo(address_dtype).max
-        # By feature lookup: the first row of every part but the first, and the change in shift at
-        # each of these rows.
-        firsts: list[list[int]] = []
-        steps: list[list[int]] = []
-        shifts: list[int] = []
-        for use in stack.uses:
-            table_parts = parts[use.table.name]
-            shifts.append(table_parts[0][1])
-            padded = table_parts + [(last, table_parts[-1][1])] * (most - len(table_parts))
-            firsts.append([first for first, _ in padded[1:]])
-            steps.append([b[1] - a[1] for a, b in pairwise(padded)])
+        end = torch.iinfo(address_dtype).max
+        for table_parts in parts.values():  # pad all tables to the same number of parts
+            table_parts.extend([(end, table_parts[-1][1])] * (most - len(table_parts)))
+        all_parts = [parts[use.table.name] for use in stack.uses]
         of_use = self.bags.of_use if not stack.ragged else torch.arange(len(stack.uses))
         of_use = of_use.to(device)
 
         def by_part(values: list[list[int]]) -> Tensor:
             table = torch.tensor(values, dtype=address_dtype, device=device)
-            return table.view(len(values), most - 1).index_select(0, of_use).t()
+            return table.index_select(0, of_use).t().contiguous()
 
-        shift = torch.tensor(shifts, dtype=address_dtype, device=device)
-        self._shift = shift.index_select(0, of_use)
-        self._firsts, self._steps = by_part(firsts).contiguous(), by_part(steps).contiguous()
-        levels = torch.cat([self._shift.unsqueeze(0), self._steps])
-        self._totals = levels.cumsum(0, dtype=address_dtype)
+        # The first row of every part but the first, and the shifts of all parts ([parts, columns]).
+        self._firsts = by_part([[first for first, _ in own[1:]] for own in all_parts])
+        self._totals = by_part([[shift for _, shift in own] for own in all_parts])
+        self._shift, self._steps = self._totals[0], self._totals.diff(dim=0)
         self._loops = find_loops(device, compiled=compiled)
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
         """Return a lookup with one bag per (sample, use); addresses have the address dtype."""
-        bags = self.bags
         if self._loops is not None and self._ragged:
-            return self._by_loop(self._loops, bags.lists(ids))
-        if self._ragged:
-            lists = bags.lists(ids)
-            addresses = self._address(lists.values, bags.use_of(lists))
-            offsets = bags.list_offsets(lists, pooled=False)
-            return Lookup(addresses, offsets, bags.list_weights(lists))
-        wanted = bags.matrix(ids)
+            return self._by_loop(self._loops, self.bags.lists(ids))
+        wanted, use, offsets, weights = self.bags.read(ids, pooled=False)
         if self._loops is not None and self._firsts.shape[0] < _MOST_COMPARED:
             addresses = torch.empty(wanted.shape, dtype=self._dtype)
             tables = (self._shift, self._firsts, self._steps)
             arrays = (wanted.contiguous(), *tables, addresses)
             self._loops.matrix_addresses(*(array.numpy() for array in arrays))
         else:
-            addresses = self._address(wanted, None)
-        addresses, samples = addresses.reshape(-1), wanted.shape[0]
-        return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
+            addresses = self._address(wanted, use)
+        return Lookup(addresses.reshape(-1), offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:
         """Like ``make_lookup`` for lists, but in one compiled pass."""

@@ -41,6 +41,13 @@ class Lists:
         flat = self.lengths.reshape(-1).to(torch.int64)
         return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
 
+    def places(self) -> Tensor:
+        """Return the index of each id's list among the lists of its sample, as int64 [ids]."""
+        samples, lists = self.lengths.shape
+        places = torch.arange(lists, device=self.lengths.device).repeat(samples)
+        lengths = self.lengths.reshape(-1)
+        return torch.repeat_interleave(places, lengths, output_size=self.values.numel())
+
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
         """Return the lists at ``places``, in this order, for every sample.
 

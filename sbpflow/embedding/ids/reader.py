@@ -1,7 +1,7 @@
 """Checks the ids that a caller passes and converts them to one matrix and one set of lists."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from types import ModuleType
@@ -66,19 +66,17 @@ class IdReader:
         self._ragged = [n for n, first in enumerate(plan.ids.first) if first is None]
         self._owners = [n for n in self._matrix for _ in range(plan.features[n].hotness)]
 
-        def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
 
         self._owner = tensor(self._owners)
         limits = [rows[n] for n in self._owners]
         self._limits = tensor(limits)
         top = torch.iinfo(plan.ids_dtype).max
-        self._least = tensor([min(limit, top) for limit in limits], plan.ids_dtype)
+        self._last = tensor([min(limit, top) - 1 for limit in limits])
         self._list_limits = tensor([rows[n] for n in plan.ids.lists])
         self._list_most = tensor([plan.features[n].hotness for n in plan.ids.lists])
-        self._last = self._least.to(torch.int64) - 1
-        self._matrix_loops = find_loops(device, compiled=compiled)
-        self._loops = self._matrix_loops if plan.ids.lists else None
+        self._loops = find_loops(device, compiled=compiled)
         self._known: IdBounds | None = None
         self._known_to_fit = False
         self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
@@ -209,11 +207,10 @@ class IdReader:
     def _join(self, ids: Mapping[str, "Tensor | Bags"]) -> tuple[Tensor, dict[int, Bags]]:
         columns: list[Tensor] = []
         bags: dict[int, Bags] = {}
-        samples = {self._samples(name, value) for name, value in ids.items()}
-        if len(samples) > 1:
-            counts = {name: self._samples(name, value) for name, value in ids.items()}
+        counts = {name: self._samples(name, value) for name, value in ids.items()}
+        if len(set(counts.values())) > 1:
             raise DataError(f"ids: all features must have the same number of samples, got {counts}")
-        (count,) = samples
+        count = next(iter(counts.values()))
         for number, feature in enumerate(self._plan.features):
             value, name = ids.get(feature.name), f"feature {feature.name}"
             if value is None:
@@ -332,12 +329,12 @@ class IdReader:
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
         if matrix.dtype == self._plan.ids_dtype and not matrix.is_cuda:
-            if self._matrix_loops is not None:
+            if self._loops is not None:
                 ids = matrix.contiguous().numpy()
-                fits = bool(self._matrix_loops.are_in_range(ids, self._last.numpy()))
+                fits = bool(self._loops.are_in_range(ids, self._last.numpy()))
             else:
                 low, high = matrix.aminmax(dim=0)
-                fits = bool(((low >= 0) & (high < self._least)).all())
+                fits = bool(((low >= 0) & (high <= self._last)).all())
             if fits:
                 return matrix
         wide = matrix.to(torch.int64)
@@ -378,8 +375,8 @@ class IdReader:
         weights = None
         if plan.weighted:
             weights = self._all_weights(all_bags).index_select(0, source)
-        values = self._lists_in_range(values.index_select(0, source), lengths, check)
-        return Lists(lengths.to(torch.int32), values, weights)
+        lists = Lists(lengths.to(torch.int32), values.index_select(0, source), weights)
+        return replace(lists, values=self._lists_in_range(lists, check))
 
     def _all_weights(self, bags: Sequence[Bags]) -> Tensor:
         dtype = self._plan.dtype
@@ -431,18 +428,16 @@ class IdReader:
         values = matrix[:, first : first + hotness].reshape(-1)
         return Bags(values, torch.arange(0, values.numel() + 1, hotness, device=self._device))
 
-    def _lists_in_range(self, values: Tensor, lengths: Tensor, check: IdCheck) -> Tensor:
-        flat = lengths.reshape(-1)
-        place = torch.arange(lengths.shape[1], device=values.device).repeat(lengths.shape[0])
-        place = torch.repeat_interleave(place, flat, output_size=values.numel())
+    def _lists_in_range(self, lists: Lists, check: IdCheck) -> Tensor:
+        values, place = lists.values, lists.places()
         limits = self._list_limits.index_select(0, place)
         bad = ((values < 0) | (values >= limits)) & (limits < ANY_ID)
         if bool(bad.any()):
             owner = torch.tensor(self._plan.ids.lists, device=values.device)
             if self._plan.out_of_range == "error":
                 at = int(bad.nonzero()[0])
-                ends = torch.cumsum(flat, 0)
-                sample = int(torch.searchsorted(ends, at, right=True)) // lengths.shape[1]
+                ends = torch.cumsum(lists.lengths.sum(1), 0)
+                sample = int(torch.searchsorted(ends, at, right=True))
                 check.fail(self._bad_id(int(owner[place[at]]), int(values[at]), sample))
             else:
                 features = owner.index_select(0, place)
