@@ -43,16 +43,6 @@ class _Batch:
     time: int
 
 
-@dataclass(slots=True)
-class _Request:
-    """A rank's unique keys of a field, ordered by owner, with their counts and positions."""
-
-    unique: Array
-    counts: Array
-    inverse: Array
-    sizes: Array  # number of unique keys per owner
-
-
 class KeyExchange:
     """Converts the keys of the growing fields of a plan to rows. Every rank must make the same
     calls.
@@ -189,18 +179,14 @@ class KeyExchange:
         """
         size = self._world.size
         steps = {step.id: step for step in self._plan.key_steps(batch.batch_size)}
-        asked = [
-            _Request(*requests.by_owner(keys, starts))
-            for keys, starts in zip(all_keys, self._starts, strict=True)
-        ]
-        sent = np.zeros((size, len(asked)), np.int64)
-        blocks: list[list[Array]] = [[] for _ in range(size)]
-        for index, request in enumerate(asked):
-            pairs = np.stack([request.unique, request.counts], 1)
-            ends = np.cumsum(request.sizes)
-            for owner, part in zip(self._owners[index], np.split(pairs, ends[:-1]), strict=True):
-                sent[owner, index] = part.shape[0]
-                blocks[owner].append(part)
+        sent = np.zeros((size, len(all_keys)), np.int64)
+        asked: list[Array] = []
+        inverses: list[Array] = []
+        for index, keys in enumerate(all_keys):
+            unique, counts, inverse, sizes = requests.by_owner(keys, self._starts[index])
+            sent[self._owners[index], index] = sizes
+            asked.append(np.stack([unique, counts], 1))
+            inverses.append(inverse)
         counted = np.column_stack([sent, np.full(size, batch.time)]) if self._timed else sent
         width = counted.shape[1]
         got = self._exchange(steps["keys/counts"], counted.reshape(-1), [width] * size)
@@ -209,44 +195,29 @@ class KeyExchange:
             batch = replace(batch, time=int(got[:, -1].max()))
             got = np.ascontiguousarray(got[:, :-1])
         out, into = sent.sum(1).tolist(), got.sum(1).tolist()
-        pairs = self._exchange(steps["keys/fwd"], _joined(blocks, (0, 2)), out, into)
-        incoming = _split(pairs, got)  # received pairs by rank and field
-        replies: list[list[Array]] = [[] for _ in range(size)]
-        joined = [np.concatenate(parts) for parts in zip(*incoming, strict=True)]
-        keys, counts = ([pairs[:, n].copy() for pairs in joined] for n in range(2))
-        for index, rows in enumerate(self._decide(keys, counts, batch, changes)):
-            ends = np.cumsum(got[:, index])
-            for rank, reply in enumerate(np.split(rows, ends[:-1])):
-                replies[rank].append(reply)
-        rows = self._exchange(steps["keys/rows"], _joined(replies, (0,)), into, out)
-        answers = _split(rows, sent)
-        return [
-            np.concatenate([answers[owner][index] for owner in self._owners[index]])[
-                request.inverse
-            ]
-            for index, request in enumerate(asked)
-        ]
+        pairs = self._exchange(steps["keys/fwd"], _by_rank(asked, sent), out, into)
+        incoming = _by_field(pairs, got)
+        keys, counts = ([pairs[:, n].copy() for pairs in incoming] for n in range(2))
+        rows = self._decide(keys, counts, batch, changes)
+        answers = self._exchange(steps["keys/rows"], _by_rank(rows, got), into, out)
+        answered = _by_field(answers, sent)
+        return [rows[inverse] for rows, inverse in zip(answered, inverses, strict=True)]
 
     def _gather_changes(self, changes: list[Changes], batch_size: int) -> list[Changes]:
         """Gather the changes of all ranks on every rank."""
         size, count = self._world.size, 2 * len(changes)
         steps = {step.id: step for step in self._plan.key_steps(batch_size)}
-        own = np.array([n for one in changes for n in (one.rows.size, one.freed.size)], np.int64)
+        blocks: list[Array] = []
+        for change in changes:
+            blocks.append(np.stack([change.rows, change.addresses], 1))
+            blocks.append(np.stack([change.freed, np.zeros_like(change.freed)], 1))
+        own = np.array([block.shape[0] for block in blocks], np.int64)
         sizes = self._exchange(steps["keys/changed"], np.tile(own, size), [count] * size)
         sizes = sizes.reshape(size, count)
-        blocks = [
-            block
-            for one in changes
-            for block in (
-                np.stack([one.rows, one.addresses], 1),
-                np.stack([one.freed, np.zeros_like(one.freed)], 1),
-            )
-        ]
         send, step = _tensor(np.concatenate(blocks)), steps["keys/new"]
         into = sizes.sum(1).tolist()
         pending = self._transfer.start_for_all(step, self._upload(send), into)
-        parts = _split(received(step, pending, sum(into)).cpu().numpy(), sizes)
-        joined = [np.concatenate([part[index] for part in parts]) for index in range(count)]
+        joined = _by_field(received(step, pending, sum(into)).cpu().numpy(), sizes)
         return [
             Changes(new[:, 0], new[:, 1], freed[:, 0])
             for new, freed in zip(joined[::2], joined[1::2], strict=True)
@@ -287,17 +258,22 @@ def _tensor(values: Array) -> Tensor:
     return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
 
 
-def _joined(blocks: list[list[Array]], empty: tuple[int, ...]) -> Array:
-    return np.concatenate([np.empty(empty, np.int64), *(b for part in blocks for b in part)])
+def _by_rank(by_field: list[Array], sizes: Array) -> Array:
+    """Join rows that are ordered by field and then by rank, in the order of ranks and then fields.
+
+    ``sizes`` [ranks, fields] contains the numbers of rows.
+    """
+    ends = np.cumsum(sizes, 0)[:-1]
+    parts = [np.split(rows, ends[:, field]) for field, rows in enumerate(by_field)]
+    return np.concatenate([part for of_rank in zip(*parts, strict=True) for part in of_rank])
 
 
-def _split(values: Array, sizes: Array) -> list[list[Array]]:
-    """Split rows by rank, then by field."""
-    parts = iter(np.split(values, np.cumsum(sizes.reshape(-1))[:-1]))
-    return [[next(parts) for _ in range(sizes.shape[1])] for _ in range(sizes.shape[0])]
+def _by_field(rows: Array, sizes: Array) -> list[Array]:
+    """Invert ``_by_rank``."""
+    parts = np.split(rows, np.cumsum(sizes.reshape(-1))[:-1])
+    return [np.concatenate(parts[field :: sizes.shape[1]]) for field in range(sizes.shape[1])]
 
 
 def _positions(lists: Lists, places: tuple[int, ...]) -> Array:
     """Return the positions of the ids of the lists at ``places``."""
-    place = np.tile(np.arange(lists.lengths.shape[1]), lists.lengths.shape[0])
-    return np.flatnonzero(np.isin(np.repeat(place, lists.lengths.reshape(-1).numpy()), places))
+    return np.flatnonzero(np.isin(lists.places().numpy(), places))
