@@ -7,10 +7,12 @@ wait.
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from sbpflow.embedding.exchange.base import AnyGroup, GroupInFlight
+from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
 from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
@@ -22,7 +24,7 @@ class PaddedGroups:
 
     def __init__(self, groups: Sequence[AnyGroup]) -> None:
         self._groups = {
-            index: group
+            index: (group, group.capacity)
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
@@ -57,15 +59,19 @@ class PaddedGroups:
         """
         limited = self._limited(parts)
         for index in groups:
-            parts[index] = self._again(self._groups[index], limited[index])
+            group, _ = self._groups[index]
+            parts[index] = again = group.begin_again(limited[index])
+            CountsUnderWay([(again, partial(group.counts, again))], at_once=False).finish()
+            group.exchange_ids(again)
+            group.receive_ids(again)
+            group.sort_ahead(again)
 
     def describe(self) -> list[str]:
         """Return a line for each group, with its tables and its buffer size."""
         return [
             f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} are sent "
-            f"in buffers of {group.capacity.share:g} times the maximum size"
-            for group in self._groups.values()
-            if group.capacity is not None
+            f"in buffers of {capacity.share:g} times the maximum size"
+            for group, capacity in self._groups.values()
         ]
 
     def _limited(self, parts: Sequence[GroupInFlight]) -> dict[int, RowsInFlight]:
@@ -76,33 +82,20 @@ class PaddedGroups:
             if isinstance(part := parts[index], RowsInFlight) and part.most_requested is not None
         }
 
-    def _again(self, group: RowGroup, part: RowsInFlight) -> RowsInFlight:
-        again = group.begin_again(part)
-        counts = group.counts(again)
-        if counts is None:
-            raise RuntimeError(
-                f"{group.plan.name}: the group returned no counts for the repeated exchange"
-            )
-        again.counts = AsyncScalarRead(counts).wait().tolist()
-        group.exchange_ids(again)
-        group.receive_ids(again)
-        group.sort_ahead(again)
-        return again
-
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
         """On rank 0, log a warning if at least twice as many rows are needed as in the last one."""
-        group = self._groups[index]
-        if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
+        group, capacity = self._groups[index]
+        if group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return
         self._warned[index] = most
         logger.warning(
             "parallel.row_buffer_fraction: %g leaves room for %d rows of %s between two ranks, "
             "but a batch of %d samples requests %d; the exchange was repeated with that size, "
             "which made the host wait; use %g",
-            group.capacity.share,
+            capacity.share,
             room,
             group.plan.name,
             part.batch_size,
             most,
-            group.capacity.share_of(most, part.batch_size),
+            capacity.share_of(most, part.batch_size),
         )
