@@ -277,12 +277,9 @@ def deduplicator(kernel: str, num_addresses: int) -> Callable[[Lookup], Lookup]:
     """
     if kernel != "numba":
         return lambda lookup: lookup
-    from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
+    from sbpflow.embedding.storage.numba_storage import Indexer
 
-    indexer = Indexer(num_addresses)
-    return lambda lookup: CompiledLookup(
-        lookup.addresses, lookup.offsets, lookup.weights, indexer=indexer
-    )
+    return Indexer(num_addresses).wrap
 
 
 def make_kernel(

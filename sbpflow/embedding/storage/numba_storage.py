@@ -120,6 +120,11 @@ class Indexer:
             count = compiled.index_by_bits(array, self._words, self._before, rows, inverse)
         return torch.from_numpy(rows[:count]), torch.from_numpy(inverse)
 
+    def wrap(self, lookup: Lookup) -> "CompiledLookup":
+        """Return an equal lookup that deduplicates with this indexer."""
+        uses = (lookup.addresses, lookup.offsets, lookup.weights)
+        return CompiledLookup(*uses, indexer=self).place(lookup.placed)
+
 
 class CompiledLookup(Lookup):
     """A ``Lookup`` that deduplicates addresses and sums gradients in compiled loops."""
@@ -158,7 +163,7 @@ class CompiledLookup(Lookup):
         if self.offsets is None and self.weights is None:
             compiled.sum_rows(array, inverse.numpy(), sums.numpy())
         else:
-            ends, weights = self._ends_and_weights(grads.dtype)
+            ends, weights = _ends_and_weights(self, grads.dtype)
             compiled.sum_bags(array, inverse.numpy(), ends, weights, sums.numpy())
         return rows, sums
 
@@ -183,16 +188,9 @@ class CompiledLookup(Lookup):
     def pool_in_loop(self, rows: Tensor, at: Tensor) -> Tensor:
         """Like ``pool``, but always use the compiled loop."""
         out = rows.new_empty(self.num_bags, rows.shape[1])
-        ends, weights = self._ends_and_weights(rows.dtype)
+        ends, weights = _ends_and_weights(self, rows.dtype)
         compiled.pool(rows.numpy(), at.contiguous().numpy(), ends, weights, out.numpy())
         return out
-
-    def _ends_and_weights(self, dtype: torch.dtype) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Return the ends of the bags, and the weights in ``dtype`` (empty if all are 1)."""
-        weights = _EMPTY[dtype]
-        if self.weights is not None:
-            weights = self.weights.to(dtype).contiguous().numpy()
-        return self.explicit_offsets().contiguous().numpy(), weights
 
     def _index(self) -> tuple[Tensor, Tensor]:
         if self._indexed is None:
@@ -200,23 +198,29 @@ class CompiledLookup(Lookup):
         return self._indexed
 
 
+def _ends_and_weights(lookup: Lookup, dtype: torch.dtype) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the ends of the bags, and the weights in ``dtype`` (empty if all are 1)."""
+    weights = _EMPTY[dtype]
+    if lookup.weights is not None:
+        weights = lookup.weights.to(dtype).contiguous().numpy()
+    return lookup.explicit_offsets().contiguous().numpy(), weights
+
+
 class NumbaStorage(TorchStorage):
     """Like ``TorchStorage``, but with compiled loops; it runs only on CPU."""
 
     name = "numba"
-    _indexer: Indexer | None = None
+
+    @cached_property
+    def _indexer(self) -> Indexer:
+        return Indexer(self._num_rows)
 
     @cached_property
     def _rule(self) -> Callable[[SparseOptimizer, RowArrays], None]:
         return kernel_function(self.optimizer, "numba")
 
     def _indexed(self, lookup: Lookup) -> Lookup:
-        if isinstance(lookup, CompiledLookup):
-            return lookup
-        if self._indexer is None:
-            self._indexer = Indexer(self._num_rows)
-        uses = (lookup.addresses, lookup.offsets, lookup.weights)
-        return CompiledLookup(*uses, indexer=self._indexer).place(lookup.placed)
+        return lookup if isinstance(lookup, CompiledLookup) else self._indexer.wrap(lookup)
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         """Like ``TorchStorage.pool``, but copy rows with ``take``, and widen and sum half-precision
@@ -232,9 +236,7 @@ class NumbaStorage(TorchStorage):
         if lookup.offsets is None:
             compiled_half.widen(bits, at, out.numpy(), dropped)
             return out if lookup.weights is None else out * lookup.weights.unsqueeze(1)
-        ends, shares = lookup.offsets.contiguous().numpy(), _EMPTY[self.dtype]
-        if lookup.weights is not None:
-            shares = lookup.weights.to(self.dtype).contiguous().numpy()
+        ends, shares = _ends_and_weights(lookup, self.dtype)
         compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
         return out
 
