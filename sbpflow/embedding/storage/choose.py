@@ -9,8 +9,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
+from pkgutil import resolve_name
 
 import torch
 
@@ -108,25 +108,13 @@ def _triton_fault(stack: StackFacts) -> str | None:
     return None
 
 
-def _numba_class() -> type[TorchStorage]:
-    from sbpflow.embedding.storage.numba_storage import NumbaStorage
-
-    return NumbaStorage
-
-
-def _triton_class() -> type[TorchStorage]:
-    from sbpflow.embedding.storage.triton_storage import TritonStorage
-
-    return TritonStorage
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
     """How to choose and allocate a compiled kernel.
 
-    ``fault`` returns why the kernel cannot run a stack. ``storage`` imports and returns the
-    kernel's class only when it is called, because some classes need a compiler. The speed of the
-    kernel depends on the versions of ``packages``.
+    ``fault`` returns why the kernel cannot run a stack. ``storage`` names the kernel's class, which
+    is imported late, because some classes need a compiler. The speed of the kernel depends on the
+    versions of ``packages``.
     """
 
     label: str
@@ -134,7 +122,7 @@ class _Compiled:
     is_installed: Callable[[], bool]
     fault: Callable[[StackFacts], str | None]
     reason: str
-    storage: Callable[[], type[TorchStorage]]
+    storage: str
 
 
 COMPILED: dict[CompiledKernel, _Compiled] = {
@@ -144,7 +132,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         is_installed=lambda: find_spec("numba") is not None,
         fault=_numba_fault,
         reason="compiled for this CPU",
-        storage=_numba_class,
+        storage="sbpflow.embedding.storage.numba_storage:NumbaStorage",
     ),
     "fbgemm": _Compiled(
         label="FBGEMM",
@@ -152,7 +140,8 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         is_installed=lambda: has_fbgemm(),
         fault=_fbgemm_fault,
         reason="equal results, fused update",
-        storage=lambda: TorchStorage,  # used only for an empty block, because a TBE cannot be empty
+        # used only for an empty block, because a TBE cannot be empty
+        storage="sbpflow.embedding.storage.torch_storage:TorchStorage",
     ),
     "triton": _Compiled(
         label="Triton",
@@ -160,7 +149,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         is_installed=lambda: find_spec("triton") is not None,
         fault=_triton_fault,
         reason="sorts, sums, and updates rows in launches of fixed size",
-        storage=_triton_class,
+        storage="sbpflow.embedding.storage.triton_storage:TritonStorage",
     ),
 }
 """The compiled kernels, in the order in which ``auto`` tries them."""
@@ -304,9 +293,10 @@ def make_kernel(
     slots = rows if slots is None else slots
     if choice.name == "fbgemm" and slots > 0:
         return FbgemmStorage(slots, width, optimizer=optimizer, device=device)
-    kind = TorchStorage if choice.name == "torch" else COMPILED[choice.name].storage()
-    storage = partial(kind, fixed_size=False) if choice.name == "fbgemm" else kind
-    return storage(
+    kind: type[TorchStorage] = TorchStorage
+    if choice.name != "torch":
+        kind = resolve_name(COMPILED[choice.name].storage)
+    return kind(
         rows,
         width,
         dim=dim,
@@ -316,5 +306,6 @@ def make_kernel(
         row_dtype=row_dtype,
         sum_over_columns=sum_over_columns,
         noise=noise,
+        fixed_size=False if choice.name == "fbgemm" else None,
         slots=slots,
     )
