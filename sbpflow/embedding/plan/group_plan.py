@@ -440,18 +440,3 @@ class GroupPlan:
         """Return int32 if the addresses of all rows fit, else int64."""
         total = sum(table.num_rows + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
-
-    def row_stage(
-        self,
-        purpose: Purpose,
-        name: str,
-        collective: str,
-        dtype: torch.dtype,
-        per_rank: int,
-        total: int,
-        what: str,
-    ) -> Stage:
-        """Return a stage with one transfer of rows among all ranks; see ``ExchangeStep``."""
-        id, groups = f"{self.name}/{name}", (self.world.ranks,)
-        step = ExchangeStep(groups, id, collective, dtype, per_rank, total, what)
-        return Stage(purpose=purpose, steps=(step,))

@@ -11,12 +11,31 @@ import torch
 
 from sbpflow.costs.counts import Counts, Cut, Facts
 from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_copied, powers
-from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Purpose, Stage
+from sbpflow.embedding.plan.group_plan import (
+    Cuts,
+    Exchange,
+    ExchangeStep,
+    GroupPlan,
+    Member,
+    Purpose,
+    Stage,
+)
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
 Stages = tuple[Stage, ...]
+# The name of each transfer, and what it sends.
+_TRANSFERS: dict[Purpose, tuple[str, str]] = {
+    "counts": ("fwd/counts", "row counts"),
+    "ids": ("fwd/ids", "each rank's unique rows"),
+    "vectors": ("fwd/vectors", "rows requested by other ranks"),
+    "flags": ("fwd/flags", "one bit per row requested by other ranks"),
+    "early vectors": ("fwd/early", "rows that the previous batch does not use"),
+    "gradients": ("bwd/vectors", "unique rows' gradients"),
+    "late flags": ("bwd/late flags", "one bit per row requested by other ranks"),
+    "late gradients": ("bwd/late", "gradients of rows that the next batch does not use"),
+}
 
 
 class RowExchange(Exchange):
@@ -45,53 +64,31 @@ class RowExchange(Exchange):
         others = (batch_size - batch_size // size) * lookups
         fans, collective = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
         to_others = (size - 1, size * (size - 1))
-        sent, what, dtype = (most * fans, rows * fans), "each rank's unique rows", torch.int64
         return (
-            group.row_stage("counts", "fwd/counts", "all_to_all", dtype, *to_others, "row counts"),
-            group.row_stage("ids", "fwd/ids", collective, group.address_dtype(), *sent, what),
+            _stage(group, "counts", to_others),
+            _stage(group, "ids", (most * fans, rows * fans), collective),
             *self.row_stages(group, most, rows, others),
         )
 
 
-def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
-    sizes, what = (per_rank, total), "rows requested by other ranks"
-    return group.row_stage("vectors", "fwd/vectors", "all_to_all", group.comm_dtype, *sizes, what)
-
-
-def _flags(group: GroupPlan, purpose: Purpose, name: str, others: int, total: int) -> Stage:
-    """Return the stage that sends one bit per requested row. The other ranks together request at
-    most ``others`` rows from a rank.
+def _stage(
+    group: GroupPlan, purpose: Purpose, sizes: tuple[int, int], collective: str = "all_to_all"
+) -> Stage:
+    """Return a stage with one transfer among all ranks; ``sizes`` are the ``per_rank`` and
+    ``total`` of its ``ExchangeStep``.
     """
-    size, what = group.world.size, "one bit per row requested by other ranks"
-    # The bits for each pair of ranks are padded to whole bytes.
-    sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))
-    return group.row_stage(purpose, name, "all_to_all", torch.uint8, *sizes, what)
-
-
-def _early(group: GroupPlan, others: int, total: int) -> Stages:
-    """Return the stages of early rows."""
-    dim, what = group.stacks[0].dim, "rows that the previous batch does not use"
-    rows, dtype = (others * dim, total * dim), group.comm_dtype
-    return (
-        _flags(group, "flags", "fwd/flags", others, total),
-        group.row_stage("early vectors", "fwd/early", "all_to_all", dtype, *rows, what),
-    )
-
-
-def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> Stage:
-    sizes, what = (per_rank, total), "unique rows' gradients"
-    dtype = group.grad_comm_dtype
-    return group.row_stage("gradients", "bwd/vectors", collective, dtype, *sizes, what)
-
-
-def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
-    """Return the stages of late gradients. One rank requests at most ``per_rank`` rows."""
-    dim, what = group.stacks[0].dim, "gradients of rows that the next batch does not use"
-    rows, dtype = (per_rank * dim, total * dim), group.grad_comm_dtype
-    return (
-        _flags(group, "late flags", "bwd/late flags", others, total),
-        group.row_stage("late gradients", "bwd/late", "all_to_all", dtype, *rows, what),
-    )
+    dtypes = {
+        "counts": torch.int64,
+        "ids": group.address_dtype(),
+        "vectors": group.comm_dtype,
+        "flags": torch.uint8,
+        "gradients": group.grad_comm_dtype,
+    }
+    dtype = dtypes[purpose.split()[-1]]  # "late gradients" are gradients
+    name, what = _TRANSFERS[purpose]
+    id, groups = f"{group.name}/{name}", (group.world.ranks,)
+    step = ExchangeStep(groups, id, collective, dtype, *sizes, what)
+    return Stage(purpose=purpose, steps=(step,))
 
 
 class CopiedRows(RowExchange):
@@ -112,7 +109,8 @@ class CopiedRows(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         to_others = group.stacks[0].dim * (group.world.size - 1)
-        return (_gradients(group, "all_gather", most * to_others, rows * to_others),)
+        sizes = most * to_others, rows * to_others
+        return (_stage(group, "gradients", sizes, "all_gather"),)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
         size, dim, wanted = facts.world_size, facts.dim, facts.wanted
@@ -159,15 +157,19 @@ class Unique(RowExchange):
         return [("S(0)", (cut, 1)) for cut in (1, *rows)]
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
-        dim = group.stacks[0].dim
+        dim, size = group.stacks[0].dim, group.world.size
         # the maximum, which is reached if one rank owns all rows
-        per_rank, total = others * dim, rows * dim
-        return (
-            _vectors(group, per_rank, total),
-            *(_early(group, others, rows) if group.early_rows else ()),
-            _gradients(group, "all_to_all", most * dim, total),
-            *(_late(group, most, rows, others) if group.late_gradients else ()),
-        )
+        sent, returned = (others * dim, rows * dim), (most * dim, rows * dim)
+        # one bit per requested row; the bits for each pair of ranks are padded to whole bytes
+        flags = others // 8 + size - 1, rows // 8 + size * (size - 1)
+        stages = [_stage(group, "vectors", sent)]
+        if group.early_rows:
+            stages += [_stage(group, "flags", flags), _stage(group, "early vectors", sent)]
+        stages.append(_stage(group, "gradients", returned))
+        if group.late_gradients:
+            late = _stage(group, "late gradients", returned)
+            stages += [_stage(group, "late flags", flags), late]
+        return tuple(stages)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
         return {**_expanded(facts), **_received(facts), "counted_bytes": 4.0 * facts.wanted}
@@ -216,10 +218,8 @@ class UniqueColumns(RowExchange):
         # Number of columns of a row that other ranks send if the requester stores the fewest
         # columns.
         leaving = dim - min(widths)
-        return (
-            _vectors(group, others * max(widths), rows * leaving),
-            _gradients(group, "all_to_all", most * leaving, rows * leaving),
-        )
+        sent, returned = (others * max(widths), rows * leaving), (most * leaving, rows * leaving)
+        return _stage(group, "vectors", sent), _stage(group, "gradients", returned)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
         # Number of elements copied to join the columns from all ranks into rows.
