@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
@@ -327,22 +328,18 @@ class GroupPlan:
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
         ranks = self.world.ranks if self.grid is None else self.grid.ranks[: self.grid.shape[1]]
-        starts: dict[tuple[str, int], int] = {}
-        column = 0
-        for use in self.uses:
-            starts[use.key] = column
-            column += use.table.dim
+        layouts = {
+            table.name: layout
+            for stack in self.stacks
+            for table, layout in zip(stack.tables, stack.layouts, strict=True)
+        }
+        starts = [0, *accumulate(use.table.dim for use in self.uses)]
         order: list[int] = []
         for rank in ranks:
-            for stack in self.stacks:
-                slices = {
-                    table.name: layout.part_slices(table.shape, rank)
-                    for table, layout in zip(stack.tables, stack.layouts, strict=True)
-                }
-                for use in stack.uses_on(rank):
-                    start, part = starts[use.key], slices[use.table.name]
-                    if part is not None:
-                        order += range(start + part[1].start, start + part[1].stop)
+            for start, use in zip(starts, self.uses, strict=False):
+                part = layouts[use.table.name].part_slices(use.table.shape, rank)
+                if part is not None:
+                    order += range(start + part[1].start, start + part[1].stop)
         return tuple(order)
 
     def stages(self, batch_size: int) -> tuple[Stage, ...]:

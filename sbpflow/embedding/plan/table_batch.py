@@ -24,10 +24,6 @@ class FeatureLookup:
     place: int | None = None
     hotness: int = 1
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return (self.table.name, self.feature)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TableBatch:
