@@ -15,6 +15,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import check_exchange
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose, Step
 from sbpflow.embedding.plan.grouping import IdColumns, make_groups
+from sbpflow.embedding.plan.growth import has_idle_time
 from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.embedding.plan.tables import (
     HALF_DTYPES,
@@ -23,12 +24,7 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
-from sbpflow.embedding.plan.vocabularies import (
-    VocabularyPlan,
-    aligned,
-    key_steps,
-    plan_vocabularies,
-)
+from sbpflow.embedding.plan.vocabularies import VocabularyPlan, aligned, plan_vocabularies
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
@@ -122,8 +118,31 @@ class EmbeddingPlan:
         )
 
     def key_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
-        """Return the steps that convert the keys of growing tables to row numbers."""
-        return key_steps(self.vocabularies, self.world, batch_size)
+        """Return the transfers that send keys and counts to the owners of the keys, return row
+        numbers, and, if other ranks store rows of these keys, announce new keys and freed rows.
+        """
+        size, vocabularies = self.world.size, self.vocabularies
+        if not vocabularies or size == 1:
+            return ()
+        lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
+        most, every = -(-batch_size // size) * lookups, batch_size * lookups
+        timed = any(has_idle_time(vocabulary.growth) for vocabulary in vocabularies)
+        counts, what = size * (len(vocabularies) + timed), " and event times" * timed
+        steps = [
+            ("keys/counts", "all_to_all", counts, counts * size, f"numbers of unique keys{what}"),
+            ("keys/fwd", "all_to_all", 2 * most, 2 * every, "unique keys and their counts"),
+            ("keys/rows", "all_to_all", every, every, "rows of the keys"),
+        ]
+        if not all(vocabulary.is_local for vocabulary in vocabularies):
+            sent, sizes = 2 * every * (size - 1), 2 * size * len(vocabularies)
+            steps += [
+                ("keys/changed", "all_to_all", sizes, sizes * size, "sizes of keys/new"),
+                ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),
+            ]
+        return tuple(
+            ExchangeStep((self.world.ranks,), id, collective, torch.int64, per_rank, total, what)
+            for id, collective, per_rank, total, what in steps
+        )
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return all id transfers of a training batch. None of these transfers depends on an

@@ -9,17 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-import torch
-
-from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.grouping import IdColumns
-from sbpflow.embedding.plan.growth import (
-    MAX_ROWS_OF_PART,
-    NUM_BUCKETS,
-    Growth,
-    first_row_of,
-    has_idle_time,
-)
+from sbpflow.embedding.plan.growth import MAX_ROWS_OF_PART, NUM_BUCKETS, Growth, first_row_of
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -57,36 +48,6 @@ class VocabularyPlan:
 def vocabulary_name(features: Sequence[str]) -> str:
     """Return the name of the vocabulary of growing tables with these features."""
     return "+".join(features)
-
-
-def key_steps(
-    vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
-) -> tuple[ExchangeStep, ...]:
-    """Return the transfers that send keys and counts to the owners, return row numbers, and, if
-    other ranks store rows of these keys, announce new keys and freed rows.
-    """
-    if not vocabularies or world.size == 1:
-        return ()
-    lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
-    most, every = -(-batch_size // world.size) * lookups, batch_size * lookups
-    counts = world.size * len(vocabularies)
-    timed = any(has_idle_time(vocabulary.growth) for vocabulary in vocabularies)
-    told, what = counts + world.size * timed, " and event times" * timed
-    steps = [
-        ("keys/counts", "all_to_all", told, told * world.size, f"numbers of unique keys{what}"),
-        ("keys/fwd", "all_to_all", 2 * most, 2 * every, "unique keys and their counts"),
-        ("keys/rows", "all_to_all", every, every, "rows of the keys"),
-    ]
-    if not all(vocabulary.is_local for vocabulary in vocabularies):
-        sent, sizes = 2 * every * (world.size - 1), 2 * counts
-        steps += [
-            ("keys/changed", "all_to_all", sizes, sizes * world.size, "sizes of keys/new"),
-            ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),
-        ]
-    return tuple(
-        ExchangeStep((world.ranks,), id, collective, torch.int64, per_rank, total, what)
-        for id, collective, per_rank, total, what in steps
-    )
 
 
 def aligned(
