@@ -332,7 +332,8 @@ def _looked_up_everywhere(
     groups: tuple[GroupPlan, ...], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the (matrix columns, lists) that ``rank`` looks up for the global batch."""
-    uses = [use for group in groups for use in group.looks_up_everything(rank)]
+    stacks = [stack for group in groups if group.kind.looks_up_all for stack in group.stacks]
+    uses = [use for stack in stacks for use in stack.uses_on(rank)]
     columns = {column for use in uses for column in use.columns}
     return tuple(sorted(columns)), tuple(sorted({u.place for u in uses if u.place is not None}))
 

@@ -299,12 +299,6 @@ class GroupPlan:
         rows = [tuple(r for r in ranks if r in holders) for ranks in self.grid.axis_groups(1)]
         return tuple(ranks for ranks in rows if ranks)
 
-    def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Return the uses for which ``rank`` needs the ids of the global batch."""
-        if not self.kind.looks_up_all:
-            return ()
-        return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
-
     def takes_part(self, index: int, rank: int) -> bool:
         """Return True if ``rank`` takes part in lookups of a stack. A rank may take part without
         storing rows.
@@ -360,13 +354,6 @@ class GroupPlan:
         """Return the steps for ``purpose``, whose sizes follow from the batch size."""
         stages = [stage for stage in self.stages(batch_size) if stage.purpose == purpose]
         return tuple(s for stage in stages for s in stage.steps if isinstance(s, BoxingStep))
-
-    def last_ids(self, batch_size: int) -> ExchangeStep | None:
-        """Return the last transfer of row ids, which ends at the ranks that store the rows, or
-        ``None`` if no row ids are sent.
-        """
-        rows = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
-        return rows[-1] if rows else None
 
     @cached_property
     def num_rounds(self) -> int:

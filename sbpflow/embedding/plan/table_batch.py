@@ -1,6 +1,6 @@
 """Defines stacks. A stack consists of tables that share a store on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -117,8 +117,3 @@ class TableBatch:
     def is_column_split(self) -> bool:
         """Return True if the columns of a row are distributed over several ranks."""
         return any(shards[0].width < self.dim for shards in self.shards_by_rank.values())
-
-
-def columns_of(uses: Sequence[FeatureLookup]) -> list[int]:
-    """Return the columns of the id matrix in the order of uses."""
-    return [column for use in uses for column in use.columns]

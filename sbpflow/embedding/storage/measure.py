@@ -91,9 +91,10 @@ class StackShape:
         if not whole:
             return None
         ids = whole // size if group.kind.shares_lookups else whole
-        id_step = group.last_ids(batch_size)
-        lists = 0 if id_step is None else len(id_step.groups[0])
-        if id_step is not None and id_step.collective == "all_gather":
+        # The last transfer of row ids ends at the ranks that store the rows.
+        id_steps = [stage.rows for stage in group.stages(batch_size) if stage.purpose == "ids"]
+        lists = len(id_steps[-1].groups[0]) if id_steps else 0
+        if id_steps and id_steps[-1].collective == "all_gather":
             ids = whole * lists  # every rank receives the requests of all ranks
         return StackShape(
             rows=stack.num_rows(rank),
