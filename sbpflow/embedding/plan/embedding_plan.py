@@ -31,8 +31,6 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split
 
-IDS: tuple[Purpose, ...] = ("counts", "ids")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
@@ -148,21 +146,18 @@ class EmbeddingPlan:
         """Return all id transfers of a training batch. None of these transfers depends on an
         update, so they can run ahead.
         """
-        later = [
-            step
-            for number in range(1, max((group.num_rounds for group in self.groups), default=1))
-            for purpose in IDS
-            for step in self.steps(batch_size, purpose, number)
-        ]
-        return (
+        steps: list[Step] = [
             *self.key_steps(batch_size),
             *self.id_steps(batch_size),
             *self.length_steps(batch_size),
             *self.steps(batch_size, "counts", 0),
             *self.list_steps(batch_size),
             *self.steps(batch_size, "ids", 0),
-            *later,
-        )
+        ]
+        for number in range(1, max((group.num_rounds for group in self.groups), default=1)):
+            steps += self.steps(batch_size, "counts", number)
+            steps += self.steps(batch_size, "ids", number)
+        return tuple(steps)
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of a lookup, except id transfers, in the order in which they start.
