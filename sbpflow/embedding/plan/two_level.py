@@ -83,16 +83,12 @@ class UniqueTwoLevel(Exchange):
             step = ExchangeStep(groups, id, "all_to_all", dtype, most, total, what)
             return Stage(purpose=purpose, steps=(step,), round=level)
 
-        def counts(level: Level, ranks: int) -> Stage:
-            others = ranks - 1
-            size = group.world.size
-            return stage("counts", level, torch.int64, others, size * others, "row counts")
-
+        count, size = torch.int64, group.world.size
         asked, back = "each host's unique rows", "rows requested by other ranks"
         return (
-            counts(HOST, width),
+            stage("counts", HOST, count, width - 1, size * (width - 1), "row counts"),
             stage("ids", HOST, ids, own, rows, "each rank's unique rows"),
-            counts(NETWORK, hosts),
+            stage("counts", NETWORK, count, hosts - 1, size * (hosts - 1), "row counts"),
             stage("ids", NETWORK, ids, host, rows, asked),
             stage("vectors", NETWORK, sent, rows * dim, rows * dim, back),
             stage("vectors", HOST, sent, host * dim, rows * dim, back),
