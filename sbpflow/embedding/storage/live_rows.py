@@ -111,6 +111,10 @@ class _TableRows(NamedTuple):
     def num_rows(self) -> int:
         return self.numbers.size + self.has_shared
 
+    def in_store(self, numbers: Array) -> Array:
+        """Return the numbers in the store of the shared row, if it is here, and of ``numbers``."""
+        return np.concatenate([np.zeros(int(self.has_shared), np.int64), numbers]) + self.base
+
 
 class TrainedRows(SelectedRows):
     """A snapshot of which rows of a store have keys; the rows are numbered table by table.
@@ -164,20 +168,13 @@ class TrainedRows(SelectedRows):
 
     def unsorted(self) -> Tensor:
         """Return the numbers that the rows of this snapshot have in the store, in any order."""
-        parts = [
-            np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
-            for base, has_shared, numbers, _ in self._tables.values()
-        ]
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+        parts = [table.in_store(table.numbers) for table in self._tables.values()]
+        return torch.from_numpy(np.concatenate(parts))
 
     @cached_property
     def _sorted(self) -> Tensor:
-        parts = [
-            np.concatenate([np.zeros(int(has_shared), np.int64), numbers[np.argsort(addresses)]])
-            + base
-            for base, has_shared, numbers, addresses in self._tables.values()
-        ]
-        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
+        parts = [t.in_store(t.numbers[np.argsort(t.addresses)]) for t in self._tables.values()]
+        return torch.from_numpy(np.concatenate(parts))
 
     @cached_property
     def _places(self) -> Tensor:
