@@ -32,8 +32,7 @@ class IdTransfer:
         self.sent_lists = self._index(plan.sent_lists)
         self.whole = plan.sent_columns == tuple(range(plan.ids.num_columns))
         self.places = [self._index(places) for places in plan.needed_lists]
-        num_lists = 1 + max((n for places in plan.needed_lists for n in places), default=-1)
-        needs = torch.zeros(num_lists, self.world.size, dtype=torch.int64)
+        needs = torch.zeros(len(plan.ids.lists), self.world.size, dtype=torch.int64)
         for rank, places in enumerate(plan.needed_lists):
             needs[list(places), rank] = 1
         self.needs = needs.to(self.world.device)  # [lists, ranks]: 1 if the rank needs the list
@@ -74,7 +73,7 @@ class IdsUnderWay:
         self._received = self._lengths.wait()
         if lists is None or not transfer.list_steps(self._batch_size):
             return None
-        lengths = lists.lengths.sum(0, dtype=torch.int64)[: transfer.needs.shape[0]]
+        lengths = lists.lengths.sum(0, dtype=torch.int64)
         return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._incoming()])
 
     def exchange_ids(self) -> None:
