@@ -1,7 +1,7 @@
 """Defines the state of a batch between the moves of a collection."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -13,25 +13,19 @@ from sbpflow.embedding.storage.live_rows import Changes
 from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
+@dataclass(slots=True, eq=False)
 class EmbeddingsInFlight:
     """The result of ``EmbeddingCollection.start_id_exchange``, passed to all other moves."""
 
-    def __init__(
-        self,
-        ids: IdsUnderWay,
-        groups: list[GroupInFlight],
-        counts: CountsUnderWay,
-        check: IdCheck | None,
-        changes: Sequence[Changes] = (),
-    ) -> None:
-        self.ids = ids
-        self.groups = groups
-        self.counts = counts
-        self.check = check
-        self.changes = changes  # the row changes of this batch in growing fields
-        self.ids_exchanged = self.received = False
-        self.most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
-        self.outputs: dict[str, Tensor] = {}
+    ids: IdsUnderWay
+    groups: list[GroupInFlight]
+    counts: CountsUnderWay
+    check: IdCheck | None
+    changes: Sequence[Changes]  # the row changes of this batch in growing fields
+    ids_exchanged: bool = False
+    received: bool = False
+    most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
+    outputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def lookup_tensors(self) -> list[Tensor | None]:
         """Return the addresses, bags, and segments of all lookups.
@@ -47,6 +41,5 @@ class EmbeddingsInFlight:
             replace(part, lookups=[lookup.new_like() for lookup in part.lookups])
             for part in self.groups
         ]
-        batch = EmbeddingsInFlight(self.ids, groups, self.counts, self.check, self.changes)
-        batch.ids_exchanged = batch.received = True
-        return batch
+        facts = self.ids, groups, self.counts, self.check, self.changes
+        return EmbeddingsInFlight(*facts, ids_exchanged=True, received=True)
