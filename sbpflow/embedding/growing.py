@@ -1,7 +1,7 @@
 """Assigns rows to the keys of growing tables, and initializes the rows of new keys."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.initial import RowInitializer
-from sbpflow.embedding.storage.live_rows import Changes, LiveRows
+from sbpflow.embedding.storage.live_rows import Changes
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.runtime.compute.devices import upload
 
@@ -92,7 +92,21 @@ class Growing(KeyExchange):
         """
         bases = torch.tensor([shard.base for shard in shards], dtype=torch.int64)
         live = [self.live[shard.table.name] for shard in shards]
-        return partial(_addresses, bases=bases, shards=shards, live=live)
+
+        def addresses_of(rows: Tensor) -> Tensor:
+            # The keys are in host memory, so with a GPU, the host waits for the rows.
+            device, rows = rows.device, rows.cpu()
+            ends = [*torch.searchsorted(rows, bases).tolist(), rows.numel()]
+            parts = [
+                torch.from_numpy(keys.addresses)[
+                    # padding is the number after the last row, whose noise is not used
+                    (rows[start:stop] - shard.shift - keys.start).clamp(max=keys.addresses.size - 1)
+                ]
+                for shard, keys, (start, stop) in zip(shards, live, pairwise(ends), strict=True)
+            ]
+            return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)
+
+        return addresses_of
 
     def counts(self) -> dict[str, GrowthCounts]:
         """Return the counts of all fields over all ranks; every rank must call this method."""
@@ -105,19 +119,3 @@ class Growing(KeyExchange):
             )
             for index, field in enumerate(self.fields)
         }
-
-
-def _addresses(
-    rows: Tensor, *, bases: Tensor, shards: Sequence[Shard], live: Sequence[LiveRows]
-) -> Tensor:
-    # The keys are in host memory, so with a GPU, the host waits for the rows.
-    device, rows = rows.device, rows.cpu()
-    ends = [*torch.searchsorted(rows, bases).tolist(), rows.numel()]
-    parts = [
-        torch.from_numpy(keys.addresses)[
-            # padding is the number after the last row, whose noise is not used
-            (rows[start:stop] - shard.shift - keys.start).clamp(max=keys.addresses.size - 1)
-        ]
-        for shard, keys, start, stop in zip(shards, live, ends, ends[1:], strict=False)
-    ]
-    return upload(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), device)
