@@ -130,11 +130,6 @@ class GrowthCounts(Totals):
         """Return the fraction of rows that are assigned to keys."""
         return self.live / self.max_rows
 
-    @property
-    def refused_share(self) -> float:
-        """Return the share of all lookups that were for refused keys."""
-        return self.refused_lookups / self.lookups if self.lookups else 0.0
-
 
 def has_idle_time(growth: Growth | None) -> bool:
     """Return True if keys are evicted by event time."""
