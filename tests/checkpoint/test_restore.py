@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.folder import publish
+from sbpflow.checkpoint.format import Index
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
-from sbpflow.config.schema import OptimizerConfig
+from sbpflow.config.checkpoint_options import CheckpointConfig
+from sbpflow.config.schema import OptimizerConfig, RunConfig
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import build_job
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.saved.checkpoints import check_shared
-from sbpflow.run.saved.resume import DataFacts
+from sbpflow.run.saved.resume import DataFacts, decide
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 
@@ -178,7 +181,7 @@ def look(world: World, folders: list[Path]):
     return ""
 
 
-def look_from_another_machine(world: World, folder: Path):
+def look_from_another_machine(world: World, folder: Path, look=look):
     """Call ``look`` with a separate disk at ``folder`` for rank 1, and return the message; return
     "refused: ..." on rank 1 if the system does not allow the mount.
     """
@@ -221,6 +224,36 @@ def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
         assert "checkpoint.dir=/shared/runs/train" in message
     assert list(memory.iterdir()) == []
     assert ranks(2, look, [memory, memory]) == ["", ""], "the rank sees the folder again"
+
+
+def resume(world: World, folders: list[Path]) -> str:
+    """Start from the checkpoints at ``folders``, which have the same path on all ranks."""
+    folder = folders[world.rank]
+    config = replace(
+        make_config("1", "sgd"),
+        run=RunConfig(dir=folder.with_name("new")),
+        checkpoint=CheckpointConfig(resume=str(folder), every=0),
+    )
+    try:
+        decide(config, DataFacts(path="", fingerprint="", content_id=""), Boxing(world))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
+def test_machines_with_another_checkpoint_at_the_same_path_are_named(ranks, memory):
+    """Otherwise, each rank would restore its part of the tables from another checkpoint."""
+    folder, partial = memory / "run", memory / "partial"
+    for path in (folder, partial):
+        path.mkdir()
+    publish(folder, partial, Index(step=1, run="0" * 12, tensors={}, files={}))
+    assert ranks(2, resume, [folder, folder]) == ["", ""]
+    messages = ranks(2, look_from_another_machine, folder, resume)
+    if messages[1].startswith("refused"):
+        pytest.skip(messages[1])
+    for message in messages:
+        assert f"on ranks [1], {folder / 'step-1'} is not the checkpoint that rank 0" in message
 
 
 def test_folders_that_ranks_do_not_share_are_refused(ranks, memory):

@@ -194,7 +194,24 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
     mine = (decision.run, newest, decision.resumes, decision.start)
     run, newest, resumes, start = gather_values(boxing, mine)[0]
     path = None if newest is None else any_path(newest)
+    if path is not None:
+        check_copies(path, boxing)
     return Decision(folder=folder, run=run, newest=path, resumes=resumes, start=start)
+
+
+def check_copies(path: AnyPath, boxing: Boxing) -> None:
+    """Raise ConfigError on every rank if some ranks do not see rank 0's checkpoint at ``path``,
+    naming these ranks. Machines can have different files at the same local path.
+    """
+    digest = ""
+    with suppress(CheckpointError):
+        digest = digest_of(open_checkpoint(path).index)
+    first, *others = gather_values(boxing, digest)
+    if blind := [rank for rank, each in enumerate(others, 1) if each != first]:
+        raise ConfigError(
+            f"checkpoint.resume: on ranks {blind}, {path} is not the checkpoint that rank 0 uses; "
+            "use a folder that all machines share, or copy the checkpoint to all machines"
+        )
 
 
 def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
