@@ -325,7 +325,7 @@ def open_rows(
         return plan, spec
 
     plan, spec = plan_for_ranks(config, device_type, make)
-    boxing = join_ranks(config, plan, data_set=f"{scoring} by {checkpoint.path.name}")
+    boxing = join_ranks(config, plan, data_set=f"{scoring} by {_weights_of(checkpoint)}")
     world = boxing.world
     opened.callback(world.close)
     if joined is not None:
@@ -357,6 +357,15 @@ def open_rows(
     )
     opened.callback(loader.close)
     return job, loader
+
+
+def _weights_of(checkpoint: "Checkpoint") -> str:
+    """Return the name and the digest of a checkpoint, because machines can have different
+    checkpoints at the same local path.
+    """
+    from sbpflow.checkpoint.format import digest_of
+
+    return f"{checkpoint.path.name} {digest_of(checkpoint.index)[:16]}"
 
 
 def _for_few_rows(config: "Config") -> "Config":

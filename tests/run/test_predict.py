@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.format import digest_of
 from sbpflow.checkpoint.save import Saver
 from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
@@ -27,8 +28,10 @@ from sbpflow.data.predictions import Scoring, check_ids
 from sbpflow.data.read.loaders import open_loaders
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.wdl import WdlConfig, WideConfig
+from sbpflow.run.execution import start
 from sbpflow.run.execution.job import build_job
 from sbpflow.run.execution.predict import on_rank_0, predictions, probabilities
+from sbpflow.run.execution.start import join_ranks
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.saved.saved_model import find_checkpoint, load_values, saved_config, saved_plan
@@ -97,6 +100,20 @@ def run(_cpu_ranks, folder) -> Path:
 
 def words(run: Path, source: object, output: Path, *more: str) -> list[str]:
     return ["--checkpoint", str(run), "--input", str(source), "--output", str(output), *more]
+
+
+def test_ranks_compare_their_weights(run, folder, tmp_path, monkeypatch):
+    """Machines can have different checkpoints of the same step at the same local path."""
+    compared: list[str] = []
+
+    def join(config, plan, *, data_set):
+        compared.append(data_set)
+        return join_ranks(config, plan, data_set=data_set)
+
+    monkeypatch.setattr(start, "join_ranks", join)
+    assert predict(words(run, folder / "set", tmp_path / "s.parquet")) == 0
+    digest = digest_of(find_checkpoint(run).index)
+    assert compared == [f"{folder / 'set'} (test) by step-{STEPS} {digest[:16]}"]
 
 
 def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
