@@ -106,6 +106,13 @@ def test_without_a_route_the_message_says_what_to_set(two_hosts):
         interfaces.choose_interface(Texts(["", ""]), 0, TWO, 5.0)
 
 
+def test_a_file_may_describe_several_hosts_for_ranks_of_one_machine(two_hosts):
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        two_hosts.setenv(name, "2")
+    interfaces.choose_interface(Texts(["", ""]), 0, TWO, 5.0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == socket.if_indextoname(1)
+
+
 def test_interfaces_are_found_by_address():
     name = socket.if_indextoname(1)
     assert interfaces.interface_of("127.0.0.1") == name

@@ -17,7 +17,7 @@ import sys
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.processes.environment import machine_name
 from sbpflow.runtime.processes.startup import gather
-from sbpflow.runtime.processes.store import TimedStore, loopback_name
+from sbpflow.runtime.processes.store import TimedStore, all_ranks_here
 from sbpflow.runtime.ranks.topology import Topology
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def choose_interface(
     main = os.environ.get("MASTER_ADDR", "")
     if store is None or not main:
         return
-    if len(topology.hosts) == 1 or loopback_name(main):
+    if len(topology.hosts) == 1 or all_ranks_here():  # a file may describe several hosts
         # gloo does not authenticate peers, so ranks of a single host use only the loopback
         # interface, which is the first interface on every machine.
         os.environ.setdefault(_INTERFACE, socket.if_indextoname(1))
