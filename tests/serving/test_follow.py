@@ -314,6 +314,30 @@ def test_only_files_of_a_rewritten_bundle_are_uploaded_again(monkeypatch):
     url.remove_tree()
 
 
+def test_the_old_bundle_at_a_url_stays_until_the_new_one_is_complete(monkeypatch):
+    real, complete = RemotePath.upload, []
+
+    def upload(self, file):
+        complete.append({name for name in url.sizes() if name.endswith("model.json")})
+        real(self, file)
+
+    monkeypatch.setattr(RemotePath, "upload", upload)
+    url = RemotePath("memory://always-a-bundle")
+    for name in ("step-5/model.json", "step-5/sample.json"):
+        (url / name).write_bytes(b"of an earlier start")
+    with exports_in(url) as (folder, publish):
+        for step in ("step-6", "step-12"):
+            for old in folder.iterdir():
+                shutil.rmtree(old)
+            (folder / step).mkdir()
+            for name in ("model.json", "sample.json"):
+                (folder / step / name).write_bytes(b"{}")
+            publish()
+            assert set(url.sizes()) == {f"{step}/model.json", f"{step}/sample.json"}
+    assert complete == [{"step-5/model.json"}] * 2 + [{"step-6/model.json"}] * 2
+    url.remove_tree()
+
+
 def test_exports_into_a_bundle_or_checkpoints_are_refused(run, synth_set, tmp_path):
     bundle = tmp_path / "model"
     bundle.mkdir()

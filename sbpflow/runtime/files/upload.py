@@ -38,8 +38,9 @@ def upload(
     match ``owned``; return the names of the files.
 
     Files named in ``last`` are removed first and written last, so a reader that waits for these
-    files never sees a mixture of old and new files. ``done`` contains files that an interrupted
-    earlier call already wrote, as reported through ``on_file``.
+    files never sees a mixture of old and new files. Files in folders that ``folder`` does not have,
+    such as an earlier bundle, stay until the new files are complete. ``done`` contains files that
+    an interrupted earlier call already wrote, as reported through ``on_file``.
     """
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     there = target.sizes()
@@ -50,7 +51,9 @@ def upload(
     ]
     final = [name for name in todo if Path(name).name in last]
     stale = [name for name in there if name not in files and owned.fullmatch(name)]
-    for name in [*final, *(name for name in stale if Path(name).name in last)]:
+    tops = {name.partition("/")[0] for name in files}
+    mixed = [name for name in stale if name.partition("/")[0] in tops]
+    for name in [*final, *(name for name in mixed if Path(name).name in last)]:
         if name in there:
             (target / name).unlink(missing_ok=True)
 
@@ -64,6 +67,6 @@ def upload(
             pass
     for name in final:
         write(name)
-    for name in stale:
+    for name in sorted(stale, key=lambda name: Path(name).name not in last):
         (target / name).unlink(missing_ok=True)
     return list(files)
