@@ -68,7 +68,19 @@ class Follower:
         self._refused_delta: object = None
         self._refused_bundle: object = None
         self.count: Callable[[str], None] = lambda event: None
-        self.version = self._replayed(newest_bundle(folder))
+        self.version = self._first()
+
+    def _first(self) -> ModelVersion:
+        """Load the newest bundle. If an export replaces it in the meantime, load the new one."""
+        while True:
+            bundle = newest_bundle(self._folder)
+            stamp = _stamp(bundle / BUNDLE_FILE)
+            try:
+                return self._replayed(bundle)
+            except (DataError, BundleError, OSError):
+                newest = newest_bundle(self._folder)
+                if (newest, _stamp(newest / BUNDLE_FILE)) == (bundle, stamp):
+                    raise
 
     def poll(self) -> bool:
         """Look for a newer version; return whether ``version`` has been replaced."""

@@ -191,6 +191,25 @@ def test_a_bundle_with_damaged_values_is_refused(chain, name):
     load(chain.bundle, check=False)
 
 
+@pytest.mark.parametrize("step", [5, 9])
+def test_a_bundle_may_be_replaced_while_a_server_starts(chain, exported, step):
+    new, folders = chain.bundle.with_name(f"step-{step}"), []
+
+    def load_slowly(folder: Path):
+        folders.append(folder)
+        if len(folders) == 1:  # an export completes a new bundle and removes the old one
+            shutil.rmtree(folder)
+            shutil.copytree(exported / "model", new)
+            return LOAD(folder / "removed")
+        return LOAD(folder)
+
+    assert Follower(chain.bundle.parent, load_slowly).version.bundle == new
+    assert folders == [chain.bundle, new]
+    flip(new / "model.safetensors")
+    with pytest.raises(BundleError, match="is damaged"):
+        Follower(chain.bundle.parent, LOAD)
+
+
 def test_a_newer_bundle_is_read_again_when_its_values_are_repaired(chain, exported):
     follower, events = following(chain.bundle.parent)
     new = chain.bundle.parent / "step-9"
