@@ -103,21 +103,29 @@ def _follow(
     from sbpflow.checkpoint.commands import checkpoint_folder
     from sbpflow.run.export.chain import export_newest
 
-    seen, due = "", time.monotonic()
+    seen, due, unpublished = "", time.monotonic(), ""
     # An exporter that a run has started can start before the run creates its folder.
     if args.parent is None and not args.follow.exists():
         print(f"waiting for {args.follow}, which does not exist yet", flush=True)
     while True:
-        folder, is_over = checkpoint_folder(args.follow), _is_over(args.follow)
-        if is_over or time.monotonic() >= due:
-            newest, written = export_newest(
-                folder, seen, output, args.deltas, write_base, is_over=is_over
-            )
-            if newest != seen:
-                seen, due = newest, time.monotonic() + args.every_seconds
-            if written:
-                publish()
-                print(f"{time.strftime('%H:%M:%S')} {written}", flush=True)
+        is_over = False
+        try:
+            folder, is_over = checkpoint_folder(args.follow), _is_over(args.follow)
+            if is_over or time.monotonic() >= due:
+                newest, written = export_newest(
+                    folder, seen, output, args.deltas, write_base, is_over=is_over
+                )
+                if unpublished := written or unpublished:
+                    publish()
+                    print(f"{time.strftime('%H:%M:%S')} {unpublished}", flush=True)
+                    unpublished = ""
+                if newest != seen:
+                    seen, due = newest, time.monotonic() + args.every_seconds
+        except OSError as error:  # of a full disk or of an object store, for example
+            if is_over:
+                raise
+            _LOG.warning("%s; trying again in %g s", error, args.every_seconds)
+            due = time.monotonic() + args.every_seconds
         if is_over or (args.parent is not None and os.getppid() != args.parent):
             return
         time.sleep(_LOOK_S)

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.commands import train
+from sbpflow.commands import follow, train
 from sbpflow.commands.export import export, export_model, export_to
 from sbpflow.commands.follow import LOCK_FILE, exports_in
-from sbpflow.errors import CheckpointError, ConfigError, DataError
+from sbpflow.errors import CheckpointError, ConfigError, DataError, StoreError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.export import chain
 from sbpflow.run.export.chain import export_next
@@ -272,6 +272,40 @@ def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch
     assert export([*words, "--parent", str(os.getppid())]) == 0
     assert "waiting: --output: another export" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == [LOCK_FILE, "step-20"]
+
+
+def test_follow_tries_again_after_a_full_disk(run, tmp_path, monkeypatch, caplog):
+    full, uploads = OSError(errno.ENOSPC, "No space left on device"), []
+    exports, states = iter([full, None]), iter([False] * 3 + [True])
+    real = chain.export_next
+
+    def export_next(*args):
+        if (error := next(exports, None)) is not None:
+            raise error
+        return real(*args)
+
+    @contextmanager
+    def to_store(output):
+        yield tmp_path / "out", publish
+
+    def publish():
+        uploads.append(newest_bundle(tmp_path / "out"))
+        if len(uploads) == 1:
+            raise StoreError("the store cannot be reached")
+
+    monkeypatch.setattr(chain, "export_next", export_next)
+    monkeypatch.setattr(follow, "exports_in", to_store)
+    monkeypatch.setattr(follow, "_is_over", lambda run: next(states))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    words = ["--follow", str(run), "--output", str(tmp_path / "out"), "--every-seconds", "0"]
+    assert export(words) == 0
+    assert uploads == [tmp_path / "out" / "step-20"] * 2
+    assert [text in caplog.text for text in ("No space left", "cannot be reached")] == [True] * 2
+    exports = iter([full])
+    shutil.rmtree(tmp_path / "out")
+    states = iter([True])
+    with pytest.raises(OSError, match="No space left on device"):
+        export(words)
 
 
 def test_follow_prints_that_it_waits_for_a_folder(tmp_path, monkeypatch, capsys):
