@@ -4,6 +4,7 @@ import logging
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -29,6 +30,7 @@ from sbpflow.planner.shapes import shapes_of
 from sbpflow.run.model.spec import Fields, IdField, embedding_output
 from sbpflow.run.planning.auto_scheme import candidates
 from sbpflow.run.report.page import write_report
+from sbpflow.run.saved import keys
 from sbpflow.serving.scorer import load
 from sbpflow.training.growth_watch import GrowthWatch
 from tests.planner.tasks import make_task
@@ -118,6 +120,18 @@ def test_hashed_crosses_do_not_grow_and_the_message_says_how_to_set_them():
     growth = {table.name: table.growth for output in outputs for table in output.tables}
     assert growth["wide.hashed.userxshop"] is None
     assert growth["deep.user"] == USER
+
+
+def test_fields_of_hashed_crosses_are_not_converted_to_keys(tmp_path, monkeypatch):
+    """The cross would hash the keys instead of the ids, so its values would get other rows."""
+    wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C7")), hash_size=97)
+    fields = Fields.of(("I1",), {"C1": 5, "C2": 5, "C3": 5, "C7": 5}, {})
+    plan = SimpleNamespace(outputs=WdlConfig(wide=wide).spec(fields).outputs)
+    monkeypatch.setattr(keys, "_plan", lambda checkpoint: plan)
+    values = {"C3": keys.Values(*torch.zeros(3, 1, dtype=torch.int64))}
+    with pytest.raises(ConfigError, match=r"field C3: the cross hashed\.C3xC7 hashes its ids"):
+        keys.to_keys(SimpleNamespace(tensors={}), values, {"path": "set"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_field_rules_refuses_keys():

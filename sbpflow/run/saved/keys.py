@@ -1,7 +1,8 @@
 """Rewrites checkpoints by key: erases keys, and turns fitted vocabularies into growing tables."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from sbpflow.embedding.plan.growth import MAX_COUNT, TOTALS
 from sbpflow.embedding.plan.vocabularies import VocabularyPlan
 from sbpflow.embedding.storage.live_rows import NO_TIME
 from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.run.model.spec import HASHED
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
@@ -108,6 +110,7 @@ def to_keys(
     for table in (t for out in _plan(checkpoint).outputs for t in out.tables):
         own = [name for name in table.features if name in values]
         if not own:
+            _check_crosses(table.features, values)
             continue
         if len(own) < len(table.features):
             other = next(name for name in table.features if name not in values)
@@ -142,6 +145,20 @@ def to_keys(
         write_full(output, replace(checkpoint.index, documents=documents), tensors)
     path = step_folder(output, checkpoint.step)
     return "\n".join([*done.values(), f"continue with checkpoint.resume={path}"])
+
+
+def _check_crosses(features: Collection[str], fields: Collection[str]) -> None:
+    """Raise ConfigError if one of ``features`` is a hashed cross of one of ``fields``: keys have
+    other hashes than ids, so the values of the cross would have other rows.
+    """
+    part = re.compile(rf"(?:^|x)({'|'.join(map(re.escape, fields))})(?:x|$)")
+    for name in (name for name in features if name.startswith(HASHED)):
+        if fields and (match := part.search(name.removeprefix(HASHED))):
+            raise ConfigError(
+                f"field {match[1]}: the cross {name} hashes its ids, and would look up other rows "
+                f"if it hashed keys instead; prepare the data without keys for {match[1]}, or "
+                "start a new run"
+            )
 
 
 def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTensor]:
