@@ -38,7 +38,8 @@ class ModelVersion:
 
     ``stamp`` identifies the bundle's file; ``base`` is the digest of the bundle; ``last`` is the
     digest of the last delta or, without deltas, of the bundle; ``trained`` is the time of the
-    values in seconds since 1970 (for a bundle, the time of its export).
+    values in seconds since 1970 (for a bundle, the time of its export). ``last_stamp`` identifies
+    the file of the last delta.
     """
 
     model: Model
@@ -48,6 +49,7 @@ class ModelVersion:
     last: str
     number: int
     trained: float
+    last_stamp: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -92,6 +94,7 @@ class Follower:
             # If the new bundle is damaged, a replacement worker still needs the old one's deltas.
             if self._refused_delta == stamps:
                 return False
+            self._check_last(old)
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
             if self._refused_delta == stamps:
@@ -172,6 +175,7 @@ class Follower:
         Raises DataError for a bad delta.
         """
         number, bundle = version.number + 1, version.bundle
+        stamp = _stamp(delta_folder(bundle, number) / DELTA_FILE)
         try:
             delta = read_delta(bundle, number, base=version.base, previous=version.last)
         except FileNotFoundError:
@@ -206,8 +210,21 @@ class Follower:
             )
         self.count("deltas_applied")
         return replace(
-            version, model=model, number=number, last=delta.digest, trained=delta.head.time
+            version,
+            model=model,
+            number=number,
+            last=delta.digest,
+            trained=delta.head.time,
+            last_stamp=stamp,
         )
+
+    def _check_last(self, version: ModelVersion) -> None:
+        """Raise DataError if another delta has replaced the last applied one. An export writes a
+        damaged delta again, with the values of a later checkpoint.
+        """
+        folder = delta_folder(version.bundle, version.number)
+        if version.number and _stamp(folder / DELTA_FILE) not in ((), version.last_stamp):
+            raise DataError(f"{folder} was written again after it was applied")
 
     def _stamps_of_next(self) -> object:
         bundle = self.version.bundle

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.serving_tools import Chain
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.json_file import json_digest
 from sbpflow.serving.deltas import DeltaHead, DeltaWriter
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.scorer import BundleError, load
@@ -132,6 +133,24 @@ def test_a_rewritten_chain_is_loaded_from_its_base(chain):
     anew.write(8)  # its predecessor is not the applied delta
     assert follower.poll()
     assert events[0] == "delta_errors"
+    assert same(follower, anew)
+
+
+def test_a_delta_that_is_written_again_after_it_was_applied_is_used(chain):
+    chain.write(1)
+    follower, events = following(chain.bundle)
+    anew = Chain(chain.bundle, load(chain.bundle))
+    anew.write(7)  # the export found the first delta damaged
+    delta = chain.bundle / "deltas" / "000001" / "delta.json"
+    tree = json.loads(delta.read_text())
+    tree["content"]["time"] += 100
+    tree["sha256"] = json_digest(tree["content"])
+    delta.write_text(json.dumps(tree))
+    assert [follower.poll(), follower.poll()] == [True, False]
+    assert same(follower, anew)
+    assert events == ["delta_errors", "deltas_applied", "reloads"]
+    os.utime(delta, (2e9, 2e9))  # the same delta, as after a copy of the folder
+    assert [follower.poll(), follower.poll()] == [False, False]
     assert same(follower, anew)
 
 
