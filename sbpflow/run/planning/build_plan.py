@@ -27,7 +27,7 @@ from sbpflow.embedding.storage.choose import choose_kernels
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.model.spec import Fields, ModelConfig, ModelSpec
 from sbpflow.run.planning.auto_scheme import candidates, rank_candidates
-from sbpflow.run.planning.dense_steps import DenseSteps, dense_steps
+from sbpflow.run.planning.dense_steps import dense_steps
 from sbpflow.run.planning.early_rows import with_early_rows
 from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.run.planning.storage import check_storage, lookahead_of, with_storage
@@ -117,9 +117,9 @@ def plan_run(
     check_storage(embeddings)
     embeddings, early = with_early_rows(embeddings, config, topology, frequencies_of(fields))
     dense = _dense_parameters(config, spec, device_type, world_size)
-    sent = DenseSteps(forward=(), backward=(), conversions=())
+    forward, backward, conversions = (), (), ()
     if traced:  # for a large model, this takes a second
-        sent = dense_steps(
+        forward, backward, conversions = dense_steps(
             spec,
             fields,
             {parameter.name: parameter.layout for parameter in dense},
@@ -141,9 +141,9 @@ def plan_run(
         layouts=layouts,
         kernels=choose_kernels(embeddings, config.parallel.kernel),
         dense=dense,
-        dense_forward=sent.forward,
-        dense_backward=sent.backward,
-        dense_conversions=sent.conversions,
+        dense_forward=forward,
+        dense_backward=backward,
+        dense_conversions=conversions,
         dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
         clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world, backend),
         schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),

@@ -6,7 +6,6 @@ meta device).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -28,17 +27,6 @@ _MOST_PRODUCTS = 15_000_000_000
 _MOST_VALUES = 2**25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseSteps:
-    """The ``forward`` and ``backward`` steps that communicate, in order. ``conversions`` lists the
-    conversions that the forward pass and the row losses request, each with its adjoint.
-    """
-
-    forward: tuple[BoxingStep, ...]
-    backward: tuple[BoxingStep, ...]
-    conversions: tuple[Conversion, ...]
-
-
 def dense_steps(
     spec: ModelSpec,
     fields: Fields,
@@ -49,8 +37,11 @@ def dense_steps(
     backend: str,
     batch_size: int,
     loss: LossConfig = PLAIN,
-) -> DenseSteps:
-    """Return the steps of rank 0's dense part for a global batch of ``batch_size`` rows."""
+) -> tuple[tuple[BoxingStep, ...], tuple[BoxingStep, ...], tuple[Conversion, ...]]:
+    """Return the forward and the backward steps of rank 0's dense part that communicate, in order,
+    for a global batch of ``batch_size`` rows. Also return the conversions that the forward pass and
+    the row losses request, each with its adjoint.
+    """
     sizes = balanced_sizes(batch_size, world.size)
     boxing = DryBoxing(world.size, device=_device(spec, fields, world, sizes[0]))
     boxing.world.backend = backend
@@ -68,12 +59,9 @@ def dense_steps(
     mean = ops.reduce_mean(losses, id="loss")
     num_forward = len(boxing.trace)
     mean.backward()
-    forward, backward = boxing.trace[:num_forward], boxing.trace[num_forward:]
-    return DenseSteps(
-        forward=tuple(step for step in forward if step.groups),
-        backward=tuple(step for step in backward if step.groups),
-        conversions=conversions,
-    )
+    passes = boxing.trace[:num_forward], boxing.trace[num_forward:]
+    forward, backward = (tuple(step for step in steps if step.groups) for steps in passes)
+    return forward, backward, conversions
 
 
 def _device(spec: ModelSpec, fields: Fields, world: Placement, rows: int) -> str:
