@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,6 @@ from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.rules.base import KernelName, KernelRequest
 from sbpflow.embedding.storage.choose import (
     KERNEL_NAMES,
-    KernelChoice,
     StackFacts,
     kernel_faults,
     missing_kernels,
@@ -25,17 +24,13 @@ from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_tim
 from sbpflow.run.planning.plan import RunPlan
 
 LOG = logging.getLogger(__name__)
+_Measurable = tuple[TableBatch, StackShape, list[KernelName]]
 
 
 def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
     """Return the plan with the fastest kernels according to this machine's profile."""
-    profile = Profile()
-    kernels = dict(plan.kernels)
-    for stack, shape, names in _measurable(plan, request):
-        times = profile.find(shape, names)
-        if times is not None:
-            _take(kernels, stack, times)
-    return replace(plan, kernels=kernels)
+    profile, stacks = Profile(), list(_measurable(plan, request))
+    return _with_times(plan, stacks, [profile.find(shape, names) for _, shape, names in stacks])
 
 
 def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
@@ -58,21 +53,22 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
                 text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
                 LOG.info("kernels of tables like %s: %s", stack.tables[0].name, text)
             measured.append(times)
+    return _with_times(plan, stacks, gather_values(boxing, measured)[0])
+
+
+def _with_times(
+    plan: RunPlan, stacks: Sequence[_Measurable], times: Sequence[dict[str, float] | None]
+) -> RunPlan:
+    """Return the plan with the fastest kernel of each stack whose times are known."""
     kernels = dict(plan.kernels)
-    for (stack, _, _), times in zip(stacks, gather_values(boxing, measured)[0], strict=True):
-        _take(kernels, stack, times)
+    for (stack, _, _), known in zip(stacks, times, strict=True):
+        if known is not None:
+            choice = choose_by_times(kernels[stack.tables[0].name], known)
+            kernels |= {table.name: choice for table in stack.tables}
     return replace(plan, kernels=kernels)
 
 
-def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, float]) -> None:
-    choice = choose_by_times(kernels[stack.tables[0].name], times)
-    for table in stack.tables:
-        kernels[table.name] = choice
-
-
-def _measurable(
-    run: RunPlan, request: KernelRequest
-) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
+def _measurable(run: RunPlan, request: KernelRequest) -> Iterator[_Measurable]:
     """Yield, in plan order, each stack that more than one kernel supports and for which no kernel
     was requested. Yields nothing for a CUDA plan on a machine without CUDA.
     """
