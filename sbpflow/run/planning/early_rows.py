@@ -39,19 +39,16 @@ def with_early_rows(
         if group.kind.sends_early
     ]
     nothing = why_not or "no table uses the exchange unique"
-    early, late = config.train.early_rows, config.train.late_gradients
-    if early is True and all(choice.reason for choice in choices):
-        reason = choices[0].reason if choices else nothing
-        raise ConfigError(
-            f"{KEY}: true has no effect, because {reason}; use auto, which sends early rows if it "
-            "can"
-        )
-    if late is True and all(choice.late_reason for choice in choices):
-        reason = choices[0].late_reason if choices else nothing
-        raise ConfigError(
-            f"{LATE_KEY}: true has no effect, because {reason}; use auto, which sends late "
-            "gradients if it can"
-        )
+    early, late = [each.reason for each in choices], [each.late_reason for each in choices]
+    for key, wanted, reasons, what in (
+        (KEY, config.train.early_rows, early, "early rows"),
+        (LATE_KEY, config.train.late_gradients, late, "late gradients"),
+    ):
+        if wanted is True and all(reasons):
+            raise ConfigError(
+                f"{key}: true has no effect, because {[*reasons, nothing][0]}; use auto, which "
+                f"sends {what} if it can"
+            )
     by_name = {choice.group: choice for choice in choices}
     groups = [
         replace(group, early_rows=not choice.reason, late_gradients=not choice.late_reason)
@@ -70,9 +67,7 @@ def _choice(
     frequencies: Mapping[str, IdFrequencies],
     why_not: str,
 ) -> EarlyRows:
-    """Decide whether a group sends early rows and late gradients. ``why_not`` is the result of
-    ``_why_not``.
-    """
+    """Decide whether a group sends early rows and late gradients."""
 
     def expected(num_batches: int) -> tuple[float, float]:
         return expected_bytes(group, features, config, frequencies, num_batches)

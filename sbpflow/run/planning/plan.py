@@ -164,8 +164,8 @@ class RunPlan:
             LATE_GRADIENTS: tables.steps(rows, "late gradients"),
             DENSE_GRADIENTS: self.dense_gradients.steps,
         }
-        return frozenset(kind for kind, steps in by_kind.items() if any(_sends(s) for s in steps))
-
-
-def _sends(step: Step) -> bool:
-    return isinstance(step, ExchangeStep) or bool(step.groups)
+        return frozenset(
+            kind
+            for kind, steps in by_kind.items()
+            if any(isinstance(step, ExchangeStep) or step.groups for step in steps)
+        )

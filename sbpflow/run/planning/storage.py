@@ -34,6 +34,8 @@ def with_storage(
         for table in tables
         if fnmatchcase(table.name, pattern)
     }
+    dtype = DTYPES[config.parallel.dtype]
+    row_dtype = DTYPES[config.parallel.table_dtype or config.parallel.dtype]
     storages: dict[str, RowStorage] = {}
     for pattern, rule in rules.items():
         key = f"parallel.storage.{pattern}"
@@ -47,10 +49,19 @@ def with_storage(
         own = [table for table in tables if chosen.get(table.name) == pattern]
         if not own:  # later patterns apply to all of the tables
             continue
+        total = 0
         for table in own:
-            _check_width(table, _table_row_bytes(table, config), key)
-        size = sum(t.num_rows * _table_row_bytes(t, config) for t in own) / world_size
-        storages[pattern] = RowStorage(kind=rule.kind, share=rule.share(key, size), key=key)
+            optimizer = table.optimizer or config.optimizer.sparse
+            num_bytes = row_bytes(table.dim, optimizer, row_dtype, dtype)
+            if num_bytes <= RECORD_BYTES:
+                raise ConfigError(
+                    f"{key}: a row of table {table.name} and its optimizer state have {num_bytes} "
+                    f"bytes, but tracking the row in a cache takes {RECORD_BYTES} bytes; exclude "
+                    "the table, or use kind: device"
+                )
+            total += table.num_rows * num_bytes
+        share = rule.share(key, total / world_size)
+        storages[pattern] = RowStorage(kind=rule.kind, share=share, key=key)
 
     def stored(table: TableConfig) -> TableConfig:
         storage = storages.get(chosen.get(table.name, ""))
@@ -59,30 +70,12 @@ def with_storage(
     return tuple(replace(out, tables=tuple(map(stored, out.tables))) for out in outputs)
 
 
-def _table_row_bytes(table: TableConfig, config: Config) -> int:
-    """Return the size in bytes of a full row and its optimizer state."""
-    dtype, row_dtype = config.parallel.dtype, config.parallel.table_dtype
-    optimizer = table.optimizer or config.optimizer.sparse
-    return row_bytes(table.dim, optimizer, DTYPES[row_dtype or dtype], DTYPES[dtype])
-
-
 def row_bytes(
     width: int, optimizer: SparseOptimizer, row_dtype: torch.dtype, dtype: torch.dtype
 ) -> int:
-    """Return the size in bytes of ``width`` columns of a row in ``row_dtype``, and of their
-    optimizer state in ``dtype``.
-    """
+    """Return the bytes of ``width`` columns of a row and of their optimizer state."""
     by_row, by_element = optimizer.state_counts
     return width * row_dtype.itemsize + (by_row + by_element * width) * dtype.itemsize
-
-
-def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
-    if num_bytes <= RECORD_BYTES:
-        raise ConfigError(
-            f"{key}: a row of table {table.name} and its optimizer state have {num_bytes} bytes, "
-            f"but tracking the row in a cache takes {RECORD_BYTES} bytes; exclude the table, or "
-            "use kind: device"
-        )
 
 
 def check_storage(plan: EmbeddingPlan) -> None:
