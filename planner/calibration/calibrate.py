@@ -106,30 +106,23 @@ class Journal:
         if tree.get("facts") != self._facts:
             return
         entry = build(_Entry, {k: tree[k] for k in _Entry.__dataclass_fields__ if k in tree})
-        ranks = int(self._facts["world"].split()[0])
+        world, backend = self._facts["world"].split()
+        ranks, hosts = int(world), int(self._facts["hosts"])
         if [len(row) for row in entry.totals] != [NUM_FEATURES] * ranks or not entry.rounds_ms:
             raise ConfigError(
                 f"totals must have a list of {NUM_FEATURES} counts for each of {ranks} ranks, and "
                 "rounds_ms must not be empty"
             )
-        self._keep(entry)
-
-    def _keep(self, entry: _Entry) -> None:
+        # With gloo, the ranks of a host share its link to other hosts; with NCCL, every GPU is
+        # assumed to have its own network adapter.
+        shares_link = backend == "gloo" and hosts > 1
         self.records[entry.sample, entry.name] = Record(
             sample=entry.sample,
             totals=np.array(entry.totals),
             rounds_ms=entry.rounds_ms,
-            num_hosts=int(self._facts["hosts"]),
-            ranks_per_link=self._ranks_per_link(),
+            num_hosts=hosts,
+            ranks_per_link=ranks // hosts if shares_link else 1,
         )
-
-    def _ranks_per_link(self) -> int:
-        """Return the number of ranks that share a link to other hosts. With gloo, these are the
-        ranks of a host; with NCCL, every GPU is assumed to have its own network adapter.
-        """
-        ranks, backend = self._facts["world"].split()
-        hosts = int(self._facts["hosts"])
-        return int(ranks) // hosts if backend == "gloo" and hosts > 1 else 1
 
     def add(self, sample: Sample, number: int, name: str, plan: Plan, ms: list[float]) -> None:
         """Store the measurement of one plan."""
@@ -139,9 +132,10 @@ class Journal:
             "name": name,
             "totals": [[float(f"{count:.6g}") for count in row] for row in totals.tolist()],
             "rounds_ms": ms,
+            "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+            "facts": self._facts,
         }
-        self._keep(build(_Entry, line))
-        line |= {"taken": datetime.now(UTC).isoformat(timespec="seconds"), "facts": self._facts}
+        self._take(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="ascii") as file:
             file.write(json.dumps(line) + "\n")
