@@ -38,7 +38,7 @@ from sbpflow.planner.costs.features import (
     zipf_mandelbrot,
 )
 from sbpflow.planner.task import DenseWork, Task
-from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
+from sbpflow.runtime.files.json_file import JsonError, read_json
 
 KEYS = ("batch_size", "optimizer", "device_gb", "speed", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
@@ -69,9 +69,7 @@ class TablesFile:
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
     ) -> Task:
-        """Return the task on ``world_size`` ranks; ``device_bytes`` limits every rank if the file
-        does not set a limit.
-        """
+        """Return the task on these ranks; ``device_bytes`` is their limit if the file sets none."""
         limits = self.device_bytes
         if limits is None and device_bytes is not None:
             limits = (device_bytes,)
@@ -109,13 +107,7 @@ def read_tables(path: Path) -> TablesFile:
         raise ConfigError(
             f"--tables: {error}; planner/tables_file.py describes the format"
         ) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} must contain an object with a list of tables, but it contains "
-            f"{kind_name(tree)}"
-        )
-    given = cast("dict[str, Any]", tree)
-    _check_keys(str(path), given, KEYS)
+    given = _object(f"{path}", tree, KEYS, '{"batch_size": 512, "tables": [..]}')
     listed = given.get("tables")
     if not isinstance(listed, list) or not listed:
         raise ConfigError(
@@ -164,12 +156,7 @@ def _by_rank(where: str, given: object) -> tuple[float, ...] | None:
 def _dense(where: str, given: object) -> DenseWork:
     if given is None:
         return DenseWork()
-    if not isinstance(given, dict):
-        raise ConfigError(
-            f'{where} must be an object such as {{"parameters": 500000}}, got {given!r}'
-        )
-    tree = cast("dict[str, Any]", given)
-    _check_keys(where, tree, DENSE_KEYS)
+    tree = _object(where, given, DENSE_KEYS, '{"parameters": 500000}')
     parameters = _whole(f"{where}.parameters", tree.get("parameters"))
     macs = tree.get("macs_per_sample", parameters)
     macs = _number(f"{where}.macs_per_sample", macs, least=0.0)
@@ -182,12 +169,7 @@ _Table = tuple[TableConfig, FeatureConfig, float, IdStats, Law | None]
 
 
 def _table(where: str, tree: object) -> _Table:
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f'{where} must be an object such as {{"name": "C1", "rows": 100}}, got {tree!r}'
-        )
-    given = cast("dict[str, Any]", tree)
-    _check_keys(where, given, TABLE_KEYS)
+    given = _object(where, tree, TABLE_KEYS, '{"name": "C1", "rows": 100}')
     name = given.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError(f'{where}.name must be a non-empty string, such as "C1", got {name!r}')
@@ -213,23 +195,17 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
     value = given[laws[0]]
     if laws[0] == "sample":
         return from_sample(_sample(f"{where}.sample", value, rows), ids), None
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{where}.{laws[0]} is not valid, got {value!r}; planner/tables_file.py describes the "
-            "format"
-        )
-    tree = cast("dict[str, Any]", value)
     if laws[0] == "bins":
-        tree_keys = ("rows", "lookups")
-        _check_keys(f"{where}.bins", tree, tree_keys)
-        by_rows, by_lookups = (_bins(f"{where}.bins.{key}", tree.get(key)) for key in tree_keys)
+        keys = ("rows", "lookups")
+        tree = _object(f"{where}.bins", value, keys, '{"rows": [17 shares], "lookups": [..]}')
+        by_rows, by_lookups = (_bins(f"{where}.bins.{key}", tree.get(key)) for key in keys)
         if not any(map(min, by_rows, by_lookups)):
             raise ConfigError(
                 f"{where}.bins: no bin has both rows and lookups; give shares above 0 for the same "
                 "bins (for example, 1.0 for the first bin in both lists)"
             )
         return from_bins(by_rows, by_lookups, ids), None
-    _check_keys(f"{where}.zipf", tree, ("s", "q"))
+    tree = _object(f"{where}.zipf", value, ("s", "q"), '{"s": 1.05, "q": 2.0}')
     s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)
     q = _number(f"{where}.zipf.q", tree.get("q", 0.0), least=-1e-9)
     return zipf_mandelbrot(rows, s, q, ids), Law(s=s, q=q)
@@ -244,9 +220,7 @@ def _number(key: str, value: object, *, least: float) -> float:
 
 
 def _whole(key: str, value: object) -> int:
-    """Return the value as an int; raise ConfigError unless it is a whole number of at least 1
-    (100.0 is valid).
-    """
+    """Return a whole number of at least 1 (100.0 is valid); else raise ConfigError."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -288,8 +262,13 @@ def _bins(key: str, value: object) -> list[float]:
     return shares
 
 
-def _check_keys(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+def _object(where: str, value: object, keys: tuple[str, ...], example: str) -> dict[str, Any]:
+    """Return an object that has only these keys; raise ConfigError for any other value."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be an object such as {example}, got {brief(value)}")
+    tree = cast("dict[str, Any]", value)
     if unknown := sorted(set(tree) - set(keys)):
         raise ConfigError(
             f"{where} has unknown keys {', '.join(unknown)}; the valid keys are {', '.join(keys)}"
         )
+    return tree
