@@ -26,31 +26,32 @@ from sbpflow.runtime.files.local_path import local_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Published figures of a device and its links, and assumed latencies. Bandwidths are in GB/s
-    per device and direction.
+    """Published figures of a device and its links, and assumed latencies of the links. Bandwidths
+    are in GB/s per device and direction.
     """
 
     memory_gb_per_s: float
     dense_tflop_per_s: float
-    launch_ms: float
     link: Link
     device_bytes: int
     source: str
-    share: float = 0.5  # assumed share of the bandwidth that random row accesses achieve
+
+
+def _dgx_link(within_gb_per_s: float, between_gb_per_s: float) -> Link:
+    return Link(
+        ranks_per_node=8,
+        within_gb_per_s=within_gb_per_s,
+        between_gb_per_s=between_gb_per_s,
+        within_call_ms=0.004,
+        between_call_ms=0.006,
+    )
 
 
 MACHINES: Mapping[str, Machine] = {
     "h100-dgx": Machine(
         memory_gb_per_s=3350.0,
         dense_tflop_per_s=494.0,
-        launch_ms=0.006,
-        link=Link(
-            ranks_per_node=8,
-            within_gb_per_s=450.0,
-            between_gb_per_s=50.0,
-            within_call_ms=0.004,
-            between_call_ms=0.006,
-        ),
+        link=_dgx_link(450.0, 50.0),
         device_bytes=80 * 10**9,
         source="NVIDIA H100 SXM and DGX H100 data sheets: HBM3 3.35 TB/s, TF32 494 TFLOP/s dense, "
         "NVLink 900 GB/s both ways, eight 400 Gbit/s adapters per node; latencies assumed",
@@ -58,14 +59,7 @@ MACHINES: Mapping[str, Machine] = {
     "a100-dgx": Machine(
         memory_gb_per_s=2039.0,
         dense_tflop_per_s=156.0,
-        launch_ms=0.006,
-        link=Link(
-            ranks_per_node=8,
-            within_gb_per_s=300.0,
-            between_gb_per_s=25.0,
-            within_call_ms=0.004,
-            between_call_ms=0.006,
-        ),
+        link=_dgx_link(300.0, 25.0),
         device_bytes=80 * 10**9,
         source="NVIDIA A100 80GB SXM and DGX A100 data sheets: HBM2e 2039 GB/s, TF32 156 TFLOP/s, "
         "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters per node; latencies assumed",
@@ -75,6 +69,10 @@ MACHINES: Mapping[str, Machine] = {
 # Assumptions about Ethernet links between nodes, used by ``link_of``.
 ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
+
+# Assumptions about the devices of ``MACHINES``.
+LAUNCH_MS = 0.006
+ACHIEVED = 0.5  # share of the bandwidth and of the arithmetic rate that a step achieves
 
 USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes
@@ -88,9 +86,7 @@ def profile_name(text: str) -> str:
 
 
 def profile_of(name: str | None) -> Profile:
-    """Return the profile that ``--profile`` selects: a machine, a file, or this machine's
-    calibration.
-    """
+    """Return the profile of ``--profile``: a machine, a file, or this machine's calibration."""
     if name is not None and name in MACHINES:
         return described(name)
     if name is not None and not Path(name).exists():
@@ -108,26 +104,20 @@ def profile_of(name: str | None) -> Profile:
 
 
 def memory_of(name: str | None) -> int | None:
-    """Return the bytes that a rank may use for tables, or None unless ``name`` is in
-    ``MACHINES``.
-    """
+    """Return the bytes that a rank of a machine may use for tables; None for other profiles."""
     machine = MACHINES.get(name or "")
     return None if machine is None else int(USABLE * machine.device_bytes)
 
 
 def described(name: str) -> Profile:
     """Return a profile of a machine in ``MACHINES``, computed only from published figures."""
-    if name not in MACHINES:
-        raise ConfigError(
-            f"planner: {name!r} is unknown; use one of {', '.join(MACHINES)}, or --profile FILE"
-        )
     machine = MACHINES[name]
-    byte = 1e-6 / (machine.memory_gb_per_s * machine.share)  # ms
-    element, launch = _FLOAT * byte, machine.launch_ms
+    byte = 1e-6 / (machine.memory_gb_per_s * ACHIEVED)  # ms
+    element = _FLOAT * byte
     ids = 16.0 * _SORT_PASSES * byte
-    mac = 2e-9 / machine.dense_tflop_per_s / machine.share
+    mac = 2e-9 / machine.dense_tflop_per_s / ACHIEVED
     work_ms = {
-        "always": 32 * launch,
+        "always": 32 * LAUNCH_MS,
         "dense_macs": 3 * mac,
         "dense_parameters": 6 * element,
         "batch_ids": 8 * byte,
@@ -145,11 +135,11 @@ def described(name: str) -> Profile:
         "update_elements": element,
         "step_elements": 3 * element,
         "reduced_bytes": byte,
-        "num_dense_groups": 2 * launch,
-        "num_summed_groups": 2 * launch,
-        "num_row_transfers": 7 * launch,
-        "num_row_gathers": 3 * launch,
-        "num_stacks": 10 * launch,
+        "num_dense_groups": 2 * LAUNCH_MS,
+        "num_summed_groups": 2 * LAUNCH_MS,
+        "num_row_transfers": 7 * LAUNCH_MS,
+        "num_row_gathers": 3 * LAUNCH_MS,
+        "num_stacks": 10 * LAUNCH_MS,
     }
     return Profile(
         work_ms=work_ms,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.planner.costs.features import IdStats, zipf_mandelbrot
-from sbpflow.planner.task import DenseWork, Task
+from sbpflow.planner.task import Task
 
 POOL_TABLES = 856
 POOL_LOOKUPS = 468_084_223.0  # total lookups of all tables in a batch of 65,536 samples
@@ -130,7 +130,6 @@ def make_task(
         batch_size=batch_size,
         optimizer=OPTIMIZER,
         device_bytes=limits,
-        dense=DenseWork(),
     )
 
 

@@ -52,9 +52,7 @@ class Link:
     ranks_per_link: Ranks = 1
 
     def byte_ms(self, world_size: int) -> float:
-        """Return the ms per byte if a rank sends evenly to all others, over both kinds of links at
-        once.
-        """
+        """Return the ms per byte sent evenly to all others, over both kinds of links at once."""
         near, far = self._shares(world_size)
         within, between = self.hop_byte_ms(world_size)
         return max(near * within, far * between)
@@ -77,9 +75,7 @@ class Link:
         return self.ranks_per_link if self.num_hosts(world_size) > 1 else 1
 
     def call_ms(self, world_size: int) -> float:
-        """Return the latency of one collective over all ranks, in ms, without the time for the
-        bytes.
-        """
+        """Return the latency of a collective over all ranks, in ms, without the bytes' time."""
         _, far = self._shares(world_size)
         each = self.between_call_ms if far else self.within_call_ms
         return each * partners(world_size)
@@ -229,9 +225,7 @@ def load(path: Path) -> Profile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    """Build a profile from a JSON tree; if it is invalid, raise ConfigError with the name of the
-    key.
-    """
+    """Build a profile from a JSON tree; raise ConfigError that names the key if it is invalid."""
     if tree.get("format") != FORMAT:
         raise ConfigError(
             f"its format is {brief(tree.get('format'))}, but this version reads {FORMAT}"
@@ -246,11 +240,13 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
             f"backend must be {' or '.join(sorted(set(BACKENDS.values())))}, got "
             f"{brief(profile.backend)}"
         )
-    needed = ["within"] if profile.world_size > 1 else []
-    for key in (f"{where}_gb_per_s" for where in (*needed, *_between(profile.link))):
-        if not getattr(profile.link, key):
-            raise ConfigError(f"link.{key} must be above 0 GB/s, got 0; for example, 12.5")
     link = profile.link
+    for key, needed, rate in (
+        ("within_gb_per_s", profile.world_size > 1, link.within_gb_per_s),
+        ("between_gb_per_s", link.ranks_per_node, link.between_gb_per_s),
+    ):
+        if needed and not rate:
+            raise ConfigError(f"link.{key} must be above 0 GB/s, got 0; for example, 12.5")
     if link.ranks_per_node % link.ranks_per_link:
         raise ConfigError(
             f"link.ranks_per_link must divide link.ranks_per_node, {link.ranks_per_node}, got "
@@ -260,7 +256,3 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
     if not ranks_here.isdecimal() or len(ranks_here) > 9:
         raise ConfigError(f"about.{RANKS_HERE}: {brief(ranks_here)} is not a number of ranks")
     return profile
-
-
-def _between(link: Link) -> list[str]:
-    return ["between"] if link.ranks_per_node else []
