@@ -7,7 +7,6 @@ for (2^(j-1), 2^j], and bin 16 for more than 2^15.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,29 +24,10 @@ _DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
 class IdStats(IdCurve):
     """The curve of a table's distinct ids, and the distribution of lookups over rows. ``bin_rows``
     and ``bin_lookups`` are the fractions of distinct rows and of lookups in each of the 17 bins.
-    Raises ConfigError if the sequences of the curve are empty or differ in length, if their values
-    are not positive and ascending, or if the number of bins is wrong.
     """
 
     bin_rows: tuple[float, ...]
     bin_lookups: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.draws) != len(self.unique) or not self.draws:
-            raise ConfigError(
-                f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; the "
-                "lists must have the same length, 1 or more (for example, draws [1000] and unique "
-                "[400])"
-            )
-        for name, values in (("draws", self.draws), ("unique", self.unique)):
-            if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
-                raise ConfigError(
-                    f"ids: {name} must be positive and ascending (for example, [100, 200]), got "
-                    f"{list(values)}"
-                )
-        for name, values in (("bin_rows", self.bin_rows), ("bin_lookups", self.bin_lookups)):
-            if len(values) != NUM_BINS:
-                raise ConfigError(f"ids: {name} has {len(values)} values; use {NUM_BINS}")
 
 
 def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
@@ -80,9 +60,7 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
 def _expected_bins(
     count: Floats, each: Floats, lookups: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the fractions of touched rows and of lookups by bin, for Poisson-distributed lookups
-    per row.
-    """
+    """Return the fractions of touched rows and of lookups by bin, for Poisson lookups."""
     expected = each * lookups
     edges = np.array([0.0, *(2.0**j for j in range(NUM_BINS - 1))])
     in_bin = np.diff(_up_to(edges, expected), axis=1) * count[:, None]
@@ -99,9 +77,7 @@ def _fractions(values: Sequence[float] | Floats) -> tuple[float, ...]:
 
 
 def _up_to(edges: Floats, means: Floats) -> Floats:
-    """Return the Poisson probabilities of values up to each edge, [means, edges + 1]; the last
-    column is 1.
-    """
+    """Return the Poisson probabilities of values up to each edge; the last column is 1."""
     k = torch.from_numpy(np.maximum(edges, 0.0) + 1.0)
     at_most = torch.special.gammaincc(k[None, :], torch.from_numpy(means)[:, None]).numpy()
     at_most = np.where(edges[None, :] < 0, 0.0, at_most)
@@ -109,9 +85,7 @@ def _up_to(edges: Floats, means: Floats) -> Floats:
 
 
 def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) -> IdStats:
-    """Compute statistics of a table whose row k (1 to ``num_rows``) receives lookups in proportion
-    to (k + q) ** -s.
-    """
+    """Compute statistics of a table with lookups of row k >= 1 proportional to (k + q) ** -s."""
     edges = np.unique(np.geomspace(1, num_rows + 1, 120).astype(np.int64))
     rows = np.diff(edges).astype(np.float64)
     first, last = edges[:-1], edges[1:] - 1
