@@ -22,7 +22,7 @@ from sbpflow.planner.task import Plan, Task, plan_of_tree, plan_tree
 from sbpflow.runtime.compute.versions import dist_version
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.file_lock import hold
-from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json
+from sbpflow.runtime.files.json_file import JsonError, json_digest, object_of, parse_json
 
 LOG = logging.getLogger(__name__)
 MOST_PLANS = 100  # only this many of the newest plans are kept
@@ -52,16 +52,14 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """Return the task's cached plan, or None if the file is empty or damaged; log damage as a
-    warning.
-    """
+    """Return the cached plan, or None if the file is empty or, with a warning, damaged."""
     file.seek(0)
     try:
         text = file.read(MOST_CHARACTERS)
         if not text:
             return None
         content = object_of(parse_json(text), "the file")
-        if content.get("sha256") != _digest_of(content.get("plan")):
+        if content.get("sha256") != json_digest(content.get("plan")):
             raise JsonError("its checksum does not match")
         plan = plan_of_tree(content["plan"])
         task.check(plan)
@@ -75,7 +73,7 @@ def _write(file: IO[str], path: Path, plan: Plan) -> None:
     try:
         # Bypass the buffer of ``file``, because its content would be written again on close.
         os.ftruncate(file.fileno(), 0)
-        content = {"sha256": _digest_of(plan_tree(plan)), "plan": plan_tree(plan)}
+        content = {"sha256": json_digest(plan_tree(plan)), "plan": plan_tree(plan)}
         os.write(file.fileno(), json.dumps(content).encode())
         _delete_oldest(path.parent)
     except OSError as error:
@@ -90,10 +88,6 @@ def _delete_oldest(folder: Path) -> None:
     for _, old in sorted(dated)[:-MOST_PLANS]:
         with suppress(OSError):  # another user owns the file, or it is not a regular file
             old.unlink()
-
-
-def _digest_of(tree: object) -> str:
-    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
 
 def _digest(cost: TaskCost, seed: int) -> str:

@@ -105,15 +105,10 @@ def as_tree(report: Report) -> dict[str, Any]:
         "tables": [
             {
                 "name": name,
-                "layout": str(choice.shape),
-                "ranks": list(choice.ranks),
+                **_layout(choice),
                 "runner_up": None
                 if (other := report.runners_up.get(name)) is None
-                else {
-                    "layout": str(other.choice.shape),
-                    "ranks": list(other.choice.ranks),
-                    "more_ms": other.more_ms,
-                },
+                else {**_layout(other.choice), "more_ms": other.more_ms},
             }
             for name, choice in planned.plan.items()
         ],
@@ -124,6 +119,10 @@ def as_tree(report: Report) -> dict[str, Any]:
             for name, priced in planned.found.seeds.items()
         },
     }
+
+
+def _layout(choice: Choice) -> dict[str, Any]:
+    return {"layout": str(choice.shape), "ranks": list(choice.ranks)}
 
 
 def as_json(report: Report) -> str:
@@ -185,9 +184,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def as_html(report: Report) -> str:
-    """Return an HTML page that shows the work and the transfers of each rank as bars, followed by
-    ``as_text``.
-    """
+    """Return an HTML page with bars for each rank's work and transfers, and ``as_text``."""
     kinds = report.kinds
     starts = np.concatenate([[0.0], np.cumsum(kinds.max(axis=0))])
     scale, height = 900.0 / max(float(starts[-1]), 1e-9), 22

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
 
-from sbpflow.config.parse import brief
+from sbpflow.config.parse import brief, plain
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, TableRule
@@ -64,17 +64,15 @@ class Shape:
 
     @property
     def num_shards(self) -> int:
-        """Return the number of shards: one per rank that a choice of this shape names, or 1 for a
-        copy on all ranks.
-        """
+        """Return the number of shards, one per rank of a choice, or 1 for a copy on all ranks."""
         return self.parts[0] * self.parts[1]
 
-    def layout(self, world: Placement, ranks: tuple[int, ...] = ()) -> Layout:
-        """Return the layout on these ranks or, by default, on the first ranks of the world."""
+    def layout(self, world: Placement) -> Layout:
+        """Return the layout on the first ranks of the world, or on all ranks for a copy."""
         nd_sbp = parse_nd_sbp(self.sbp)
         if self.copied:
             return Layout(world, nd_sbp)
-        ranks = ranks or world.ranks[: self.num_shards]
+        ranks = world.ranks[: self.num_shards]
         shape = self.parts if len(nd_sbp) > 1 else (len(ranks),)
         return Layout(Placement(world.device_type, ranks, shape), nd_sbp)
 
@@ -108,9 +106,7 @@ Plan = dict[str, Choice]
 
 
 def choice_of(given: TableLayout, world_size: int) -> Choice:
-    """Return the choice that a resolved layout describes; raise ConfigError for an uneven
-    layout.
-    """
+    """Return the choice of a resolved layout; raise ConfigError for an uneven layout."""
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
         raise ConfigError(
@@ -141,9 +137,7 @@ class DenseWork:
 
 
 def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
-    """Return the work of a dense part with weights of these shapes: one multiply-add per weight and
-    sample.
-    """
+    """Return the work of a dense part with weights of these shapes, each used once per sample."""
     shapes = list(weights)
     macs = sum(a * b for a, b in shapes)
     return DenseWork(
@@ -256,9 +250,7 @@ class Task:
         return table.optimizer or self.optimizer
 
     def check(self, plan: Mapping[str, Choice]) -> None:
-        """Raise ConfigError unless the engine can run the plan and it contains exactly the task's
-        tables.
-        """
+        """Raise ConfigError unless the engine can run the plan of exactly the task's tables."""
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
             raise ConfigError(
@@ -299,23 +291,24 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
     ``notes``, such as the predicted step time, are written next to the tables; only ``world_size``
     is used when the file is read.
     """
-    texts = {name: _rule_tree(choice.rule()) for name, choice in plan.items()}
-    common = Counter(yaml.safe_dump(tree) for tree in texts.values()).most_common(1)
-    shared: dict[str, Any] | None = None
-    if common and common[0][1] > 1:
-        shared = yaml.safe_load(common[0][0])
-    tables: dict[str, Any] = {} if shared is None else {"*": shared}
-    tables |= {escape(name): tree for name, tree in texts.items() if tree != shared}
-    content: dict[str, Any] = {"tables": tables}
+    given = rules(plan)
+    for common, count in Counter(given.values()).most_common(1):
+        if count > 1:
+            others = {pattern: rule for pattern, rule in given.items() if rule != common}
+            given = {"*": common, **others}
+    content: dict[str, Any] = {
+        "tables": {
+            pattern: {key: value for key, value in plain(rule).items() if value is not None}
+            for pattern, rule in given.items()
+        }
+    }
     if notes:
         content["notes"] = dict(notes)
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """Read a plan from a YAML file written by ``plan_to_yaml`` or by hand. Raises ConfigError for
-    an invalid file.
-    """
+    """Read a plan that ``plan_to_yaml`` or a person wrote; raise ConfigError if it is invalid."""
     planned = read_table_plan(path, world_size=task.world_size)
     comm_dtype = task.comm_dtype or task.dtype
     for pattern, rule in planned.items():
@@ -338,15 +331,6 @@ def _layouts(
     return resolve_table_layouts(parallel, tables, {}, size, task.device_type, planned, hosts)
 
 
-def _rule_tree(rule: TableRule) -> dict[str, Any]:
-    tree: dict[str, Any] = {"sbp": rule.sbp}
-    if rule.ranks is not None:
-        tree["ranks"] = [list(rank) if isinstance(rank, tuple) else rank for rank in rule.ranks]
-    if rule.exchange is not None:
-        tree["exchange"] = rule.exchange
-    return tree
-
-
 def plan_tree(plan: Plan) -> dict[str, list[Any]]:
     """Convert the plan to a tree that ``json.dumps`` accepts."""
     return {
@@ -359,20 +343,14 @@ def plan_of_tree(tree: object) -> Plan:
     """Return the plan that ``plan_tree`` wrote; raise ConfigError for any other tree."""
     plan: Plan = {}
     for name, given in object_of(tree, "plan").items():
-        entry = cast("list[Any]", given)
-        if not isinstance(given, list) or len(entry) != 4:
-            raise ConfigError(f"plan: {brief(name)}: use [sbp, exchange, parts, ranks]")
-        sbp, exchange, parts, ranks = entry
-        known = isinstance(sbp, str) and exchange in exchange_names()
-        counts = [counted for counted in (parts, ranks) if _are_counts(counted)]
-        if not known or len(counts) != 2 or len(parts) != 2:
-            raise ConfigError(
-                f"plan: {brief(name)}: {brief(entry)} is not [sbp, exchange, [row parts, column "
-                "parts], [ranks]] with a known exchange"
-            )
-        plan[name] = Choice(Shape(sbp, exchange, (parts[0], parts[1])), tuple(ranks))
+        match given:
+            case [str(sbp), exchange, [rows, columns], [*ranks]] if (
+                exchange in exchange_names() and all(map(is_count, (rows, columns, *ranks)))
+            ):
+                plan[name] = Choice(Shape(sbp, exchange, (rows, columns)), tuple(ranks))
+            case _:
+                raise ConfigError(
+                    f"plan: {brief(name)}: {brief(given)} is not [sbp, exchange, [row parts, "
+                    "column parts], [ranks]] with a known exchange"
+                )
     return plan
-
-
-def _are_counts(value: object) -> bool:
-    return isinstance(value, list) and all(map(is_count, cast("list[object]", value)))
