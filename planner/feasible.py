@@ -43,9 +43,7 @@ def checked(planned: Planned, cost: TaskCost, note: str = "") -> Planned:
 
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
-    """Describe the rank with the largest excess in the plan closest to fitting, and changes that
-    would make a plan fit.
-    """
+    """Describe the rank with the largest excess, and the changes that make a plan fit."""
     task, memory = cost.task, planned.priced.memory
     limits = planned.problem.limit_bytes
     rank = int((memory - limits).argmax())
@@ -122,16 +120,11 @@ def _cached(task: Task, share: float, lookahead: int) -> tuple[str, Task]:
     kind = "host" if task.device_type == "cuda" else "file"
     storage = RowStorage(kind=kind, share=share, key="parallel.storage.*")
     kept = {table.name for table in task.tables if not _can_be_cached(task, table)}
-    outputs = tuple(
-        replace(
-            output,
-            tables=tuple(
-                table if table.name in kept else replace(table, storage=storage)
-                for table in output.tables
-            ),
-        )
-        for output in task.outputs
-    )
+
+    def stored(table: TableConfig) -> TableConfig:
+        return table if table.name in kept else replace(table, storage=storage)
+
+    outputs = tuple(replace(out, tables=tuple(map(stored, out.tables))) for out in task.outputs)
     rules = [f"'*': {{kind: {kind}, cache: {share:.0%}}}"]
     rules += [f"'{pattern}': {{kind: device}}" for pattern in _patterns(kept, task)]
     text = f"parallel.storage: {{{', '.join(rules)}}} and train.lookahead: {lookahead} (slower)"

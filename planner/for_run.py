@@ -38,13 +38,14 @@ from sbpflow.planner.costs.run_corrections import (
 )
 from sbpflow.planner.feasible import choose
 from sbpflow.planner.plan_cache import chosen_once
+from sbpflow.planner.planners import priced_plan
+from sbpflow.planner.report import as_text, report_of
 from sbpflow.planner.task import (
     Choice,
     DenseWork,
     Plan,
     Task,
     choice_of,
-    dense_work,
     plan_to_yaml,
     rules,
 )
@@ -79,9 +80,7 @@ class PlannedRun:
 
     @property
     def origin(self) -> str:
-        """Return the age of the calibration, the number of runs in its prices, and what differs
-        from this machine; "" if the profile was given.
-        """
+        """Describe the calibration (see ``origin_of``); "" if the profile was given."""
         return "" if self.path is None else origin_of(self.cost.profile, self.facts)
 
     @property
@@ -101,9 +100,10 @@ class PlannedRun:
     def summary(self) -> str:
         """Return the log line for the start of a run."""
         placed = len(self.plan) - len(self.task.pinned)
+        origin = f"; {self.origin}" if self.origin else ""
         return (
             f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s; "
-            f"predicted step time {self.prediction.step_ms:.2f} ms{_after(self.origin)}"
+            f"predicted step time {self.prediction.step_ms:.2f} ms{origin}"
         )
 
     def report(self) -> str:
@@ -112,17 +112,12 @@ class PlannedRun:
         """
         if len(self.plan) == len(self.task.pinned):
             return ""
-        from sbpflow.planner.planners import priced_plan  # loads all planners
-        from sbpflow.planner.report import as_text, report_of
-
         planned = priced_plan("parallel.plan: auto", self.plan, self.cost, seconds=self.seconds)
         text = as_text(report_of(planned, self.cost))
         return f"{text}\n{self.origin}" if self.origin else text
 
     def against(self, measured_ms: float) -> str:
-        """Return the log line for the end of a run; ``measured_ms`` is not finite if no step was
-        timed.
-        """
+        """Return a run's last log line; ``measured_ms`` is not finite if no step was timed."""
         predicted = self.prediction.step_ms
         error = self.prediction.error
         held_out = f" (9 of 10 held-out steps within {100 * error:.0f} %)"
@@ -142,7 +137,9 @@ class PlannedRun:
         Files that cannot be written are logged as warnings, because the run itself has succeeded.
         """
         try:
-            ran = self._with(plan)
+            # A resumed run keeps the layouts of its checkpoint.
+            kept = {name: choice_of(each, plan.world_size) for name, each in plan.layouts.items()}
+            ran = replace(self, plan=kept, prediction=self.cost.predict(kept))
         except ConfigError as error:
             LOG.warning("the step time was not predicted: %s", error)
             return {}
@@ -168,13 +165,6 @@ class PlannedRun:
         lines["costs"] = origin_of(profile or self.cost.profile, self.facts)
         return lines
 
-    def _with(self, plan: RunPlan) -> "PlannedRun":
-        """Return this run with the layouts of ``plan``, because a resumed run keeps the layouts of
-        its checkpoint.
-        """
-        ran = {name: choice_of(layout, plan.world_size) for name, layout in plan.layouts.items()}
-        return replace(self, plan=ran, prediction=self.cost.predict(ran))
-
     def _corrected(self, path: Path, measured_ms: float) -> Profile | None:
         """Return the calibration corrected by this run, or None if it was replaced during the run
         or is for other ranks or devices.
@@ -190,10 +180,6 @@ class PlannedRun:
             measured_ms=measured_ms,
         )
         return with_run(profile, run)
-
-
-def _after(text: str) -> str:
-    return f"; {text}" if text else ""
 
 
 def plan_tables(
@@ -253,9 +239,7 @@ def plan_tables(
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
-    """Return the task of a run, read from any plan for the run. Tables in ``parallel.tables`` are
-    pinned.
-    """
+    """Return the task of a run from any of its plans, with ``parallel.tables`` pinned."""
     tables, memory = plan.embeddings, plan.topology.memory_bytes
     known = {field.name: field for field in stats}
     features = {feature.name: feature for feature in tables.features}
@@ -301,11 +285,12 @@ def _dense_work(plan: RunPlan) -> DenseWork:
     layer per matrix.
     """
     shapes = [parameter.layout.part_shape(parameter.shape, 0) for parameter in plan.dense]
-    layers = dense_work(
-        [(a, b) for a, b in (shape for shape in shapes if shape and len(shape) == 2)]
-    )
     parameters = sum(parameter.num_elements(0) for parameter in plan.dense)
-    return replace(layers, macs_per_sample=float(parameters), parameters=parameters)
+    return DenseWork(
+        macs_per_sample=float(parameters),
+        elements_per_sample=float(sum(sum(shape) for shape in shapes if shape and len(shape) == 2)),
+        parameters=parameters,
+    )
 
 
 def _stats_of(
