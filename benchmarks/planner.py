@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.planner_embark import EMBARK, embark_task
 from benchmarks.planner_optimum import enumerated
+from benchmarks.planner_plans import unsplit
 from benchmarks.planner_steps import run_steps
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
@@ -44,7 +45,7 @@ from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.bounds import bound
 from sbpflow.planner.search.problem import Assignment, price_of
-from sbpflow.planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
+from sbpflow.planner.shapes import WHOLE, Shape, option_number, problem_of
 from sbpflow.planner.task import Task
 from sbpflow.planner.workloads import DIMS, Drawn, make_task, random_task, split_pool
 
@@ -96,7 +97,7 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
     """
     if slack is not None:
         open_cost = TaskCost(models.seen, task)
-        whole = Setting(task, problem_of(open_cost, table_wise))
+        whole = Setting(task, problem_of(open_cost))
         held = price_of(whole.problem, GREEDY["size"](whole)).memory.mean()
         task = replace(task, device_bytes=(int(slack * held),) * task.world_size)
     pair = [TaskCost(profile, task) for profile in (models.seen, models.judge)]
@@ -157,7 +158,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     best = [plan for name, plan in named.items() if name.startswith("auto")]
     keep("auto, best of 4", min(best, key=lambda p: price_of(judge.problem, p).rank), start)
     start = time.perf_counter()
-    narrow = problem_of(case.cost, table_wise)
+    narrow = unsplit(problem_of(case.cost))
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
     # Also search with the judge's own prices, because gaps are relative to the best known plan.

@@ -58,7 +58,7 @@ class _Places:
             for n in mine:
                 first[n] = len(moves)
                 tried = moves_of(problem, options[n], n)
-                moves += tried if options[n].whole else tried[:1]
+                moves += tried if options[n].num_shards == 1 else tried[:1]
             self.moves.append(moves)
             self.first.append(first)
         self.added = [self._added(table) for table in range(problem.num_tables)]
@@ -123,7 +123,7 @@ def _canonical(
     }
     waiting: list[Ints] = []
     for chosen in product(*numbers):
-        whole = [t for t, n in enumerate(chosen) if problem.options[t][n].whole]
+        whole = [t for t, n in enumerate(chosen) if problem.options[t][n].num_shards == 1]
         rows = np.array([places.first[t][n] for t, n in enumerate(chosen)], dtype=np.int64)
         plans = np.repeat(rows[None], len(partitions[len(whole)]), axis=0)
         plans[:, whole] += partitions[len(whole)]

@@ -26,8 +26,8 @@ from sbpflow.planner.plan_command import to_measure
 from sbpflow.planner.planners import GREEDY, make_plan, published
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import search
-from sbpflow.planner.search.problem import Assignment, price_of
-from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wise
+from sbpflow.planner.search.problem import Assignment, Problem, price_of
+from sbpflow.planner.shapes import COPIED, WHOLE, assignment_of, plan_of, problem_of
 from sbpflow.planner.task import Plan, Task, choice_of, embedding_plan
 from sbpflow.planner.workloads import Drawn, make_task, split_pool
 from sbpflow.run.planning.auto_scheme import Rules, candidates, rank_candidates
@@ -167,6 +167,15 @@ def unfitted(profile: Profile, nominal: Link | None = None) -> Profile:
     )
 
 
+def unsplit(problem: Problem) -> Problem:
+    """Return the problem in which each table is whole on one rank or copied to all."""
+    options = tuple(
+        tuple(option for option in mine if option.shape in (WHOLE, COPIED))
+        for mine in problem.options
+    )
+    return replace(problem, options=options)
+
+
 def ablations(task: Task, profile: Profile, nominal: Link | None = None) -> dict[str, Plan]:
     """Return the plans that our search finds with one of its parts removed."""
     even = {
@@ -176,7 +185,7 @@ def ablations(task: Task, profile: Profile, nominal: Link | None = None) -> dict
         for table in task.tables
     }
     cost = TaskCost(profile, task)
-    narrow = problem_of(cost, table_wise)
+    narrow = unsplit(problem_of(cost))
     whole = search(narrow).assignment
     constants = TaskCost(unfitted(profile, nominal), task)
     return {

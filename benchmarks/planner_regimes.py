@@ -34,7 +34,7 @@ from sbpflow.planner.costs.profile import Link, Profile, load
 from sbpflow.planner.planners import GREEDY, LEARNED
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.problem import price_of
-from sbpflow.planner.shapes import problem_of, table_wise
+from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import Plan, Task
 
 RANKS, HOSTS = 4, 2
@@ -78,7 +78,7 @@ def task_of(number: int, profile: Profile, batch: int, hosts: int = HOSTS) -> Ta
     task = replace(sample.task, num_hosts=hosts)
     if limits_of(number) == "none":
         return task
-    whole = Setting(task, problem_of(TaskCost(profile, task), table_wise))
+    whole = Setting(task, problem_of(TaskCost(profile, task)))
     even = SLACK * float(price_of(whole.problem, GREEDY["size"](whole)).memory.mean())
     shares = (4 / 3, 2 / 3) if limits_of(number) == "unequal" else (1.0, 1.0)
     each = tuple(int(even * shares[rank * HOSTS // RANKS]) for rank in range(RANKS))

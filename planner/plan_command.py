@@ -30,7 +30,6 @@ from sbpflow.planner.planners import (
 )
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
 from sbpflow.planner.search.auto import NUM_ALIKE
-from sbpflow.planner.search.local import weights_of
 from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.search.seeds import families, homogeneous
 from sbpflow.planner.shapes import assignment_of, plan_of
@@ -260,7 +259,7 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
             break
         chosen.append(near[least.index(max(least))])
     named = {f"{planned.planner} {place + 1}": plan for place, plan in enumerate(chosen)}
-    alike = dict(homogeneous(problem, weights_of(problem), families(problem)[:NUM_ALIKE]))
+    alike = dict(homogeneous(problem, families(problem)[:NUM_ALIKE]))
     return named | {n: plan for n, plan in alike.items() if price_of(problem, plan).feasible}
 
 

@@ -4,7 +4,7 @@ The shapes come from every exchange's ``cuts``: even cuts into one part per rank
 of parts that is a power of two. The search chooses the ranks of the parts.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +36,7 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
         Shape(sbp, exchange.name, parts)
         for exchange in EXCHANGES
         for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
-        if parts[0] in cuts and (can_copy or not exchange.copies)
+        if parts[0] in cuts and parts[0] * parts[1] <= size and (can_copy or not exchange.copies)
     )
     if task.two_hops and 1 < task.num_hosts < size and table.growth is None:
         shapes |= dict.fromkeys(
@@ -47,19 +47,11 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
     return tuple(sorted(shapes, key=lambda shape: shape.num_shards > 1))
 
 
-def table_wise(shape: Shape) -> bool:
-    """Return whether the shape keeps the table whole, as in most published planners."""
-    return shape in (WHOLE, COPIED)
-
-
-def problem_of(
-    model: TaskCost, allowed: Callable[[Shape], bool] | None = None, given: Plan | None = None
-) -> Problem:
+def problem_of(model: TaskCost, given: Plan | None = None) -> Problem:
     """Return the search problem for a task; pinned tables are part of the problem's base.
 
-    ``allowed`` restricts the shapes. The shapes of a ``given`` plan are added, because a
-    handwritten plan may use shapes that the search does not try. Raises PlanError for a table
-    without options.
+    The shapes of a ``given`` plan are added, because a handwritten plan may use shapes that the
+    search does not try.
     """
     task, size = model.task, model.task.world_size
     base = np.tile(base_work(task) @ model.prices, (size, 1))
@@ -75,7 +67,7 @@ def problem_of(
             base[list(ranks)] += option.shards
             present += [key for key in option.keys(ranks) if key not in present]
             continue
-        shapes = [shape for shape in shapes_of(task, table) if allowed is None or allowed(shape)]
+        shapes = [*shapes_of(task, table)]
         if given is not None and given[table.name].shape not in shapes:
             shapes.append(given[table.name].shape)
         names.append(table.name)
@@ -96,7 +88,7 @@ def problem_of(
 
 def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
     counted = shape_work(model.task, table, shape)
-    return replace(counted, kinds=counted.kinds @ model.prices, home=counted.home @ model.prices)
+    return replace(counted, shards=counted.shards @ model.prices, home=counted.home @ model.prices)
 
 
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:

@@ -22,9 +22,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 
 
 def base_work(task: Task) -> Floats:
-    """Return the counts [F] that every rank has before tables are added: its samples, dense part,
-    and ids.
-    """
+    """Return the counts [F] of every rank without tables: its samples, dense part, and ids."""
     samples = task.batch_size / task.world_size
     ids = sum(
         task.ids_per_sample.get(feature.name, float(feature.hotness)) for feature in task.features
@@ -55,12 +53,10 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
     home = vector_of(exchange.home(facts, shape.parts))
     rows, widths = map(balanced_sizes, (table.num_rows, table.dim), shape.parts)
     parts = [] if exchange.copies or exchange.even else list(product(rows, widths))
-    place = {part: n for n, part in enumerate(dict.fromkeys(parts))}
-    counts = [vector_of(exchange.part(facts, shape.parts, *part)) for part in place]
+    counts = {part: vector_of(exchange.part(facts, shape.parts, *part)) for part in set(parts)}
     return Option(
         shape=shape,
-        kinds=np.stack(counts) if counts else np.zeros((0, NUM_FEATURES)),
-        kind=np.array([place[part] for part in parts], dtype=np.int64),
+        shards=np.array([counts[part] for part in parts]).reshape(-1, NUM_FEATURES),
         home=home,
         keys=_keys(task, table, shape, exchange),
     )

@@ -19,6 +19,7 @@ ranks.
 """
 
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,9 +37,7 @@ SHARES = (0.0, 0.25, 0.5)
 
 
 def embark(setting: Setting) -> Assignment:
-    """Return the cheapest plan over a grid of two shares: of tables that are copied, and of tables
-    that exchange distinct rows.
-    """
+    """Return the cheapest plan over ``SHARES`` of copied tables and of tables with ``unique``."""
     search, count = _Search(setting), len(setting.tables)
     small, cool = (np.argsort(a, kind="stable") for a in (setting.held_bytes, setting.pooling))
     plans: list[Assignment] = []
@@ -51,6 +50,16 @@ def embark(setting: Setting) -> Assignment:
     if not plans:  # no plan fits, so return a greedy plan of whole tables
         return size_greedy(setting)
     return min(plans, key=lambda plan: price_of(setting.problem, plan).rank)
+
+
+class _Placed(NamedTuple):
+    """A plan with its cost and the table of its costliest shard (-1 if all tables are copied). If
+    ``table`` does not fit or cannot be split in the given way, there is no plan.
+    """
+
+    cost: float
+    plan: Assignment | None
+    table: int
 
 
 class _Search:
@@ -66,26 +75,16 @@ class _Search:
     def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
         """Return the best of at most 22 plans by the source's own cost, or None if none fits."""
         cuts = {t: (1, 1) for t in range(len(self.setting.tables)) if t not in copied}
-        best: tuple[float, Assignment] | None = None
-        for _ in range(ITERATIONS + 1):
-            placed = self._place(cuts, copied, unique)
-            if isinstance(placed, int):  # this table does not fit or cannot be split in this way
-                table = placed
-            else:
-                cost, plan, table = placed
-                if best is None or cost < best[0]:
-                    best = (cost, plan)
-            if table < 0:
-                break
-            halved = self._halved(table, cuts, copied, unique)
+        placed = [self._place(cuts, copied, unique)]
+        for _ in range(ITERATIONS):
+            halved = self._halved(placed[-1].table, cuts, copied, unique)
             if halved is None:
                 break
             cuts = halved
+            placed.append(self._place(cuts, copied, unique))
         everywhere = {t: (self.setting.num_ranks, 1) for t in cuts}
-        placed = self._place(everywhere, copied, unique)
-        if not isinstance(placed, int) and (best is None or placed[0] < best[0]):
-            best = (placed[0], placed[1])
-        return None if best is None else best[1]
+        placed.append(self._place(everywhere, copied, unique))
+        return min(placed, key=lambda each: each.cost).plan
 
     def _shape(self, table: int, cut: tuple[int, int], unique: set[int]) -> Shape:
         rows, columns = cut
@@ -105,35 +104,32 @@ class _Search:
 
     def _place(
         self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
-    ) -> tuple[float, Assignment, int] | int:
-        """Return (cost, plan, table of the costliest shard). If a table does not fit or cannot be
-        split in this way, return only that table.
-        """
+    ) -> _Placed:
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
         held = problem.base[:, BYTES]
         for table in copied:
             number = option_number(problem.options[table], COPIED)
             if number is None:
-                return table
+                return _Placed(np.inf, None, table)
             moves[table] = Move(number, ())
             held = held + problem.options[table][number].home[BYTES]
         costs = {table: self._shard_cost(table, cut) for table, cut in cuts.items()}
         for table in sorted(cuts, key=lambda t: (-costs[t], t)):
             number = option_number(problem.options[table], self._shape(table, cuts[table], unique))
             if number is None:
-                return table
+                return _Placed(np.inf, None, table)
             option = problem.options[table][number]
-            each = float(option.kinds[:, BYTES].max())
+            each = float(option.shards[:, BYTES].max())
             held = held + option.home[BYTES]
             ranks = self._cheapest(loads, held + each, option.num_shards)
             if ranks is None:
-                return table
+                return _Placed(np.inf, None, table)
             loads[list(ranks)] += costs[table]
             held[list(ranks)] += each
             moves[table] = Move(number, ranks)
         plan = tuple(moves[table] for table in range(len(self.setting.tables)))
-        return float(loads.max()), plan, max(costs, key=lambda t: costs[t], default=-1)
+        return _Placed(float(loads.max()), plan, max(costs, key=lambda t: costs[t], default=-1))
 
     def _cheapest(self, loads: Floats, held: Floats, count: int) -> tuple[int, ...] | None:
         fits = np.flatnonzero(held <= self.setting.problem.limit_bytes)
@@ -159,12 +155,10 @@ class _Search:
         width = self.setting.tables[table].dim // columns
         if width % 2 == 0 and width > LEAST_COLUMNS and table not in unique:
             ways.append((rows, 2 * columns))
-        tried: list[tuple[float, dict[int, tuple[int, int]]]] = []
+        tried: list[dict[int, tuple[int, int]]] = []
         for way in ways:
             shape = self._shape(table, way, unique)
             if way[0] * way[1] > self.setting.num_ranks or not self.setting.option(table, shape):
                 continue
-            cut = {**cuts, table: way}
-            placed = self._place(cut, copied, unique)
-            tried.append((np.inf if isinstance(placed, int) else placed[0], cut))
-        return min(tried, key=lambda option: option[0])[1] if tried else None
+            tried.append({**cuts, table: way})
+        return min(tried, key=lambda cut: self._place(cut, copied, unique).cost, default=None)

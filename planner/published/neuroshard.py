@@ -293,7 +293,7 @@ def _sets(
             if option is None:
                 continue
             cuts[table] = cut
-            total += option.kinds[0] if option.num_shards else option.home
+            total += option.shards[0] if option.num_shards else option.home
         parts = _parts(setting, scaling, cuts)
         first = [parts.table.index(table) for table in tables.tolist()]
         features[row, : len(first)] = parts.features[first]

@@ -59,9 +59,7 @@ class Setting:
 
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """Return each table's option that stores the table whole on one rank; raise PlanError if it
-        has none.
-        """
+        """Return each table's option to store it whole on one rank; raise PlanError without one."""
         numbers: list[int] = []
         for name, options in zip(self.problem.names, self.problem.options, strict=True):
             number = option_number(options, self._whole_shape)
@@ -85,12 +83,12 @@ class Setting:
 
         The times of transfers can be negative, because a rank sends nothing to itself.
         """
-        return np.stack([o.kinds[0] if o.num_shards else o.home for o in self._whole])
+        return np.stack([o.shards[0] if o.num_shards else o.home for o in self._whole])
 
     @cached_property
     def transfer_ms(self) -> float:
         """Return the total transfer time of whole tables, summed over all ranks, in ms."""
-        loads = [o.kinds.sum(axis=0) + self.num_ranks * o.home for o in self._whole]
+        loads = [o.shards.sum(axis=0) + self.num_ranks * o.home for o in self._whole]
         return float(np.sum(loads, axis=0)[1:BYTES].sum())
 
     @cached_property
@@ -100,9 +98,7 @@ class Setting:
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """Return the bytes [ranks] that remain for tables, after the fixed memory of a plan with
-        whole tables.
-        """
+        """Return the bytes [ranks] that are left for whole tables after a plan's fixed memory."""
         home = sum(
             (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),
             start=self.problem.base,
@@ -125,9 +121,7 @@ class Setting:
 
     @cached_property
     def features(self) -> Floats:
-        """Return the tables' features [T, 21] in DreamShard's order: dim, rows, pooling, size, 17
-        bins of rows by frequency.
-        """
+        """Return features [T, 21] in DreamShard's order: dim, rows, pooling, size, 17 bins."""
         bins = np.array([self.task.stats[table.name].bin_rows for table in self.tables])
         columns = (self.dims, self.table_rows, self.pooling, self.dims * self.table_rows)
         return np.concatenate([np.stack(columns, axis=1), bins], axis=1)

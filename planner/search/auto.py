@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from sbpflow.planner.search.bounds import CLOSE, bound
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.local import LocalSearch, build, descend, weights_of
+from sbpflow.planner.search.local import LocalSearch, build, descend
 from sbpflow.planner.search.problem import (
     NO_LIMIT,
     Assignment,
@@ -49,13 +49,6 @@ class Found:
     others: tuple[Assignment, ...]
 
 
-def default_insertions(problem: Problem) -> int:
-    """Return the default number of insertions, which take a few seconds for 200 tables x 16 ranks
-    on one core.
-    """
-    return max(800, min(4000, 40 * problem.num_tables + 32 * problem.num_ranks))
-
-
 def search(
     problem: Problem,
     *,
@@ -67,25 +60,25 @@ def search(
 
     ``given`` contains additional plans to start from, by name. ``insertions`` limits local search.
     """
-    insertions = insertions or default_insertions(problem)
+    if insertions is None:  # a few seconds for 200 tables x 16 ranks on one core
+        insertions = max(800, min(4000, 40 * problem.num_tables + 32 * problem.num_ranks))
     plans = dict(given or {})
-    inserter, weights = Inserter(problem), weights_of(problem)
-    plans |= greedy(problem, weights, inserter)
+    inserter = Inserter(problem)
+    plans |= greedy(inserter)
     lower = bound(problem, _least_ms(problem, plans), branch=False)
     cheapest = Inserter(problem, tuple(options[:1] for options in lower.options))
-    built = build(problem, cheapest, heaviest_first(weights))
-    plans["options of the lower bound"] = built.assignment()
-    local = LocalSearch(problem, inserter, seed, lower.ms * (1 + CLOSE))
+    plans["options of the lower bound"] = build(cheapest, heaviest_first(problem.weights))
+    local = LocalSearch(inserter, seed, lower.ms * (1 + CLOSE))
     with tqdm(total=insertions, desc="planning", delay=2, disable=None) as bar:
         pool = [local.improve(_starts(problem, plans)[0], insertions // 4, bar.update)]
         if price_of(problem, pool[0]).rank > (0.0, local.enough_ms):
-            plans |= homogeneous(problem, weights, families(problem)[:NUM_ALIKE])
+            plans |= homogeneous(problem, families(problem)[:NUM_ALIKE])
             allowed = bound(problem, _least_ms(problem, plans), branch=False).options
             local.inserter = Inserter(problem, allowed)
             starts = _starts(problem, plans)
             if problem.limit_bytes.min() < NO_LIMIT:
                 count = min(NUM_LARGEST, insertions // (4 * problem.num_tables))
-                others = around_largest(problem, weights, count)
+                others = around_largest(problem, count)
                 starts += sorted(others, key=lambda plan: price_of(problem, plan).ms)[
                     :LARGEST_STARTS
                 ]
@@ -93,7 +86,7 @@ def search(
             pool += [local.improve(plan, insertions // 8, bar.update) for plan in starts]
             pool.sort(key=lambda plan: price_of(problem, plan).rank)
             pool.insert(0, local.improve(pool[0], insertions // 4, bar.update))
-    pool = [descend(problem, inserter, pool[0]), *pool, *_starts(problem, plans)]
+    pool = [descend(inserter, pool[0]), *pool, *_starts(problem, plans)]
     unique = sorted(dict.fromkeys(pool), key=lambda plan: price_of(problem, plan).rank)
     return Found(
         assignment=unique[0],
@@ -111,14 +104,8 @@ def _least_ms(problem: Problem, plans: Mapping[str, Assignment]) -> float:
 
 def _starts(problem: Problem, plans: Mapping[str, Assignment]) -> list[Assignment]:
     """Return the best plans, keeping one per price so that no plan appears under two names."""
-    chosen: list[Assignment] = []
-    seen: set[tuple[float, float]] = set()
-    ranked = sorted(
-        ((price_of(problem, plan).rank, plan) for plan in plans.values()), key=lambda p: p[0]
-    )
-    for rank, plan in ranked:
-        place = (round(rank[0], 3), round(rank[1], 9))
-        if place not in seen:
-            seen.add(place)
-            chosen.append(plan)
-    return chosen[:STARTS]
+    by_price: dict[tuple[float, float], Assignment] = {}
+    for plan in sorted(plans.values(), key=lambda plan: price_of(problem, plan).rank):
+        excess_bytes, ms = price_of(problem, plan).rank
+        by_price.setdefault((round(excess_bytes, 3), round(ms, 9)), plan)
+    return list(by_price.values())[:STARTS]

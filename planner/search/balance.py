@@ -37,9 +37,7 @@ def balance(state: State, steps: int) -> None:
 
 
 class _Whole(NamedTuple):
-    """The tables that are stored whole on a single rank and whose keys do not depend on the rank,
-    as arrays.
-    """
+    """The tables on a single rank whose keys do not depend on the rank, as arrays."""
 
     numbers: Ints
     ranks: Ints
@@ -52,7 +50,7 @@ class _Whole(NamedTuple):
             if move is not None and len(move.ranks) == 1:
                 option = state.problem.options[table][move.option]
                 if option.keys((0,)) == option.keys((1,)):
-                    rows.append((table, move.ranks[0], option.kinds[0]))
+                    rows.append((table, move.ranks[0], option.shards[0]))
         numbers, ranks = (np.array([row[n] for row in rows], dtype=np.int64) for n in (0, 1))
         return _Whole(numbers, ranks, np.array([row[2] for row in rows]).reshape(-1, BYTES + 1))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbpflow.planner.search.dual import Dual, Limits, Solution
+from sbpflow.planner.search.dual import Ascent, Dual, Limits, Solution
 from sbpflow.planner.search.problem import Problem
 
 CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
@@ -45,7 +45,7 @@ def bound(problem: Problem, plan_ms: float, *, branch: bool = True) -> Bound:
     ``branch=False`` skips the branches, which takes a fraction of the time.
     """
     dual = Dual(problem, plan_ms)
-    root = dual.solve(dual.free(), None, ROOT_ROUNDS)
+    root = Ascent(dual, dual.free(), None).run(ROOT_ROUNDS)
     ms = min(root.ms, plan_ms)
     options = dual.options(root.above, plan_ms - ms)
     if branch:
@@ -64,7 +64,7 @@ def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:
             break
         heapq.heappop(open_cases)
         for place, limits in enumerate(_halves(case.limits, key, case.copies)):
-            half = dual.solve(limits, case, BRANCH_ROUNDS)
+            half = Ascent(dual, limits, case).run(BRANCH_ROUNDS)
             if half.ms < plan_ms:
                 heapq.heappush(open_cases, (max(half.ms, ms), 2 * number + place + 1, half))
         if not open_cases:
@@ -73,9 +73,7 @@ def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:
 
 
 def _halves(limits: Limits, key: int, copies: float) -> tuple[Limits, Limits]:
-    """Return the limits of the plans with fewer than ``copies`` copies of the key, and those of all
-    other plans.
-    """
+    """Return the limits of plans with fewer than ``copies`` of the key, and of all others."""
     below, above = limits.most.copy(), limits.least.copy()
     below[key], above[key] = np.ceil(copies) - 1.0, np.ceil(copies)
     return replace(limits, most=below), replace(limits, least=above)

@@ -59,9 +59,7 @@ class Solution:
 
     ms: float
     limits: Limits
-    shares: Floats
-    paid: Floats
-    crowding: Floats
+    multipliers: tuple[Floats, Floats, Floats]  # shares, paid, and crowding
     above: Floats
     key: int | None
     copies: float
@@ -90,18 +88,10 @@ class Dual:
         self.always_ms += self.bytes_ms * self.sizes
 
     def _list(self, problem: Problem) -> None:
-        self._numbers = [
-            [n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks]
-            for options in problem.options
-        ]
-        counts = [len(numbers) for numbers in self._numbers]
+        counts = [len(options) for options in problem.options]
         self.first = np.cumsum([0, *counts[:-1]])
         self.table = np.repeat(np.arange(len(counts)), counts)
-        self._options = [
-            options[n]
-            for options, numbers in zip(problem.options, self._numbers, strict=True)
-            for n in numbers
-        ]
+        self._options = [option for options in problem.options for option in options]
         size = problem.num_ranks
         home = np.array([option.home for option in self._options]).T
         loads = np.array([_shard_loads(option, size) for option in self._options])
@@ -165,24 +155,16 @@ class Dual:
         return Limits(np.zeros(len(self.key_ms)), np.full(len(self.key_ms), np.inf))
 
     def options(self, above: Floats, most: float) -> tuple[tuple[int, ...], ...]:
-        """Return each table's options that exceed the bound by at most ``most``, in ascending
-        order.
-        """
+        """Return each table's options at most ``most`` above the bound, in ascending order."""
         chosen: list[tuple[int, ...]] = []
-        for table, (start, end) in enumerate(pairwise([*self.first, len(self.table)])):
-            order = np.argsort(above[start:end], kind="stable")
-            numbers, mine = self._numbers[table], above[start:end]
-            chosen.append(tuple(numbers[n] for n in order if mine[n] <= most))
+        for start, end in pairwise([*self.first, len(self.table)]):
+            mine = above[start:end]
+            order = np.argsort(mine, kind="stable").tolist()
+            chosen.append(tuple(n for n in order if mine[n] <= most))
         return tuple(chosen)
 
-    def solve(self, limits: Limits, start: Solution | None, rounds: int) -> Solution:
-        """Raise the bound for plans within ``limits``, from the multipliers of ``start``."""
-        return _Ascent(self, limits, start).run(rounds)
-
     def rank_room(self, limits: Limits) -> Floats:
-        """Return the maximum ms [times] that the tables' shards can add to a rank in a plan faster
-        than the given one.
-        """
+        """Return the most ms [times] that tables' shards can add to a rank of a faster plan."""
         keys = limits.least @ self._key_loads
         everywhere = self._least_base + self._least_home + keys
         mean = self.home + self.spread
@@ -192,8 +174,10 @@ class Dual:
         return self.plan_ms - (least.sum() - least) - everywhere
 
 
-class _Ascent:
-    """Subgradient ascent with Polyak's steps, momentum, and restarts from the best multipliers."""
+class Ascent:
+    """Raises the bound for plans within ``limits``, from the multipliers of ``start``, by
+    subgradient ascent with Polyak's steps, momentum, and restarts from the best multipliers.
+    """
 
     def __init__(self, dual: Dual, limits: Limits, start: Solution | None) -> None:
         self.dual, self.limits = dual, limits
@@ -220,10 +204,11 @@ class _Ascent:
             self.paid = dual.key_ms[dual.pair_key] / dual.payers[dual.pair_key]
             self.crowding = np.zeros((2 * BYTES, len(dual.key_ms)))
         else:
-            self.shares, self.paid, self.crowding = start.shares, start.paid, start.crowding
+            self.shares, self.paid, self.crowding = start.multipliers
         self._project()
 
     def run(self, rounds: int) -> Solution:
+        """Return the best bound that is found in this many rounds."""
         dual = self.dual
         best, theta, waited = -np.inf, FIRST_STEP, 0
         kept = (self.shares, self.paid, self.crowding)
@@ -272,9 +257,7 @@ class _Ascent:
         return Solution(
             ms=np.inf if self.impossible else best,
             limits=self.limits,
-            shares=kept[0],
-            paid=kept[1],
-            crowding=kept[2],
+            multipliers=kept,
             above=above,
             key=key,
             copies=0.0 if key is None else float(copies[key]),
@@ -389,15 +372,10 @@ def _shard_loads(option: Option, size: int) -> Floats:
 
 
 def _shared(problem: Problem, option: Option) -> list[Key]:
-    """Return the option's keys that are not yet present, for any choice of ranks."""
+    """Return the option's keys that are not yet present, as keys that are equal for all ranks."""
     ranks = tuple(range(option.num_shards))
     return [
-        _anywhere(key, ranks)
-        for key in option.keys(ranks)
-        if key not in problem.present and problem.key_loads[key[0], :BYTES].sum() > 0.0
+        (feature, text.replace(repr(ranks), _RANKS) if ranks else text)
+        for feature, text in option.keys(ranks)
+        if (feature, text) not in problem.present and problem.key_loads[feature, :BYTES].sum() > 0.0
     ]
-
-
-def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
-    """Return the key without its ranks, so that it is equal for all choices of ranks."""
-    return (key[0], key[1].replace(repr(ranks), _RANKS)) if ranks else key

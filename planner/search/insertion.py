@@ -39,11 +39,6 @@ class Insertion(NamedTuple):
     move: Move
 
 
-def high_penalty(problem: Problem) -> Floats:
-    """Return the ms per byte of excess on each rank [ranks] with which plans fit if possible."""
-    return np.full(problem.num_ranks, NO_ROOM / problem.limit_bytes.mean())
-
-
 def goal(state: State, penalty: Floats) -> float:
     """Return the value that the search minimizes for a whole plan. ``penalty`` [ranks] contains the
     ms per byte of excess.
@@ -77,17 +72,17 @@ class Inserter:
     """Prices insertions of tables into states of one problem.
 
     ``allowed`` [table] contains the numbers of the options to try (by default, all options).
-    ``penalty`` [ranks] contains the ms per byte of excess.
+    ``penalty`` [ranks] contains the ms per byte of excess; by default, it is so high that plans
+    fit if possible.
     """
 
     def __init__(
         self, problem: Problem, allowed: tuple[tuple[int, ...], ...] | None = None
     ) -> None:
         self.problem = problem
-        self._equal_ranks = problem.has_equal_ranks
         self._factors = problem.slowness * problem.own_share
         self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
-        self.penalty = high_penalty(problem)
+        self.penalty = np.full(problem.num_ranks, NO_ROOM / problem.limit_bytes.mean())
         self._tried = [
             _by_count(problem, options, range(len(options)) if allowed is None else allowed[table])
             for table, options in enumerate(problem.options)
@@ -135,13 +130,13 @@ class Inserter:
         largest = largest * self._factors
         above = np.maximum(now.loads + largest - now.most, 0.0)
         scores = above[..., :BYTES].sum(axis=-1) + now.evenness
-        if not self._equal_ranks:
+        if not self.problem.has_equal_ranks:
             scores += EVENNESS * largest[..., :BYTES].sum(axis=-1)
         if self._limited:
             lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
             scores += self.penalty * lacking
         picked: list[Ints] = []
-        if not self._equal_ranks:
+        if not self.problem.has_equal_ranks:
             order = np.argsort(scores, axis=1, kind="stable")
             sets = range(min(FEW, size - count + 1))
             picked += [np.sort(order[:, first : first + count], axis=1) for first in sets]
@@ -223,15 +218,14 @@ def _by_count(
     """Return the options by their number of shards."""
     counts: dict[int, list[int]] = {}
     for number in numbers:
-        if options[number].num_shards <= problem.num_ranks:
-            counts.setdefault(options[number].num_shards, []).append(number)
+        counts.setdefault(options[number].num_shards, []).append(number)
     tried: list[_Tried] = []
     for count, mine in counts.items():
         chosen = [options[number] for number in mine]
         if all(option.alike for option in chosen):
             shards = np.array(
                 [
-                    option.kinds.max(axis=0, initial=-np.inf if len(option.kinds) else 0.0)
+                    option.shards.max(axis=0, initial=-np.inf if option.num_shards else 0.0)
                     for option in chosen
                 ]
             )[:, None]

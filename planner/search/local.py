@@ -14,16 +14,7 @@ import numpy as np
 
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.insertion import Inserter, goal
-from sbpflow.planner.search.problem import (
-    BYTES,
-    Assignment,
-    Floats,
-    Key,
-    Move,
-    Option,
-    Problem,
-    State,
-)
+from sbpflow.planner.search.problem import BYTES, Assignment, State
 
 START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this fraction
 # A fraction ``GROUP_RUIN`` of the ruins moves a whole group to other ranks; every other ruin
@@ -39,22 +30,20 @@ PENALTY = 20.0
 LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are rounding errors
 
 
-def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """Build a whole plan by inserting tables in ``order``, each at the place that is best at that
-    point.
-    """
-    state = State(problem)
+def build(inserter: Inserter, order: Sequence[int]) -> Assignment:
+    """Build a plan by inserting tables in ``order``, each at the place that is best then."""
+    state = State(inserter.problem)
     for table in order:
         state.add(table, inserter.best(state, table).move)
-    return state
+    return state.assignment()
 
 
-def descend(problem: Problem, inserter: Inserter, start: Assignment) -> Assignment:
+def descend(inserter: Inserter, start: Assignment) -> Assignment:
     """Move single tables as long as a move makes the plan faster or reduces its excess. In the
     result, every table is at its best place, given the others.
     """
-    state = State(problem, start)
-    queue, waiting = list(range(problem.num_tables)), 0
+    state = State(inserter.problem, start)
+    queue, waiting = list(range(len(start))), 0
     while waiting < len(queue):
         table = queue.pop(0)
         queue.append(table)
@@ -84,14 +73,10 @@ class LocalSearch:
     Every random choice depends on ``seed``.
     """
 
-    def __init__(
-        self, problem: Problem, inserter: Inserter, seed: int, enough_ms: float = 0.0
-    ) -> None:
-        self.problem, self.inserter, self.enough_ms = problem, inserter, enough_ms
+    def __init__(self, inserter: Inserter, seed: int, enough_ms: float = 0.0) -> None:
+        self.problem, self.inserter, self.enough_ms = inserter.problem, inserter, enough_ms
         self.random = np.random.default_rng(seed)
         self.insertions = 0
-        self._equal_ranks = problem.has_equal_ranks
-        self._weights = weights_of(problem)
 
     def improve(
         self, start: Assignment, insertions: int, progress: Callable[[int], object] = int
@@ -128,15 +113,20 @@ class LocalSearch:
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
-            key = self._any_key(state)
-            tables = [t for t, move in enumerate(before) if move and key in self._keys(t, move)]
+            keys = sorted(state.present, key=repr)
+            key = keys[int(self.random.integers(len(keys)))]
+            tables = [
+                table
+                for table, move in enumerate(before)
+                if move and key in self.problem.options[table][move.option].keys(move.ranks)
+            ]
             avoid = frozenset((key,))
         else:
             tables = self._chosen(state)
         for table in tables:
             state.remove(table)
         noise = self.random.uniform(0.8, 1.25, len(tables))
-        order = np.argsort(-self._weights[tables] * noise, kind="stable")
+        order = np.argsort(-self.problem.weights[tables] * noise, kind="stable")
         for place in order:
             ranked = inserter.ranked(state, tables[place], avoid)
             state.add(tables[place], ranked[self._place(len(ranked))].move)
@@ -155,26 +145,17 @@ class LocalSearch:
 
     def _place(self, count: int) -> int:
         """Choose one of ``count`` ranked insertions."""
-        if self._equal_ranks:
+        if self.problem.has_equal_ranks:
             return 0
         return min(int(self.random.geometric(1.0 - SKIP)) - 1, count - 1)
-
-    def _keys(self, table: int, move: Move) -> tuple[Key, ...]:
-        return self.problem.options[table][move.option].keys(move.ranks)
-
-    def _any_key(self, state: State) -> Key:
-        keys = sorted(state.present, key=repr)
-        return keys[int(self.random.integers(len(keys)))]
 
     def _chosen(self, state: State) -> list[int]:
         """Choose the tables to remove: from a slowest rank and a random rank, or from all ranks."""
         most = min(LARGEST_RUIN, max(4, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
-        if self.random.random() < 0.3:
-            return self._drawn(range(self.problem.num_tables), count)
         # Rounding errors of removed tables can make loads of 0 slightly negative.
         heavy = np.maximum(state.loads[:, :BYTES].max(axis=0), 0.0)
-        if not heavy.any():
+        if self.random.random() < 0.3 or not heavy.any():
             return self._drawn(range(self.problem.num_tables), count)
         slowest = int(state.loads[:, self.random.choice(BYTES, p=heavy / heavy.sum())].argmax())
         other = int(self.random.integers(self.problem.num_ranks))
@@ -188,18 +169,3 @@ class LocalSearch:
     def _drawn(self, tables: Sequence[int], count: int) -> list[int]:
         chosen = self.random.choice(len(tables), min(count, len(tables)), replace=False)
         return [tables[int(place)] for place in chosen]
-
-
-def weights_of(problem: Problem) -> Floats:
-    """Return, for each table, the ms that its cheapest option adds to the mean over ranks,
-    [tables]. Tables are placed in descending order of this value.
-    """
-    return np.array(
-        [min(mean_ms(problem, option) for option in options) for options in problem.options]
-    )
-
-
-def mean_ms(problem: Problem, option: Option) -> float:
-    """Return the ms that a table with this option adds to the mean over ranks, without its keys."""
-    spread = option.shards[:, :BYTES].sum() / problem.num_ranks
-    return float(option.home[:BYTES].sum() + spread)

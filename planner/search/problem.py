@@ -10,6 +10,7 @@ ranks. This module is pure arithmetic and does not use the engine.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -29,38 +30,26 @@ ALIKE = 0.01
 class Option:
     """One way to store a table, with the ranks left open.
 
-    ``shape`` names the option. The load ``kinds[kind[s]]`` is added to the rank of shard s, and
-    ``home`` to every rank for the rank's own samples. A copied table has no shards; ``home``
-    contains the load of the copy. ``keys(ranks)`` names resources that tables can share (a group, a
-    storage). For each distinct key of a plan, the load ``Problem.key_loads[key[0]]`` is added to
-    every rank.
+    ``shape`` names the option. The load ``shards[s]`` is added to the rank of shard s, and ``home``
+    to every rank for the rank's own samples. A copied table has no shards; ``home`` contains the
+    load of the copy. ``keys(ranks)`` names resources that tables can share (a group, a storage).
+    For each distinct key of a plan, the load ``Problem.key_loads[key[0]]`` is added to every rank.
     """
 
     shape: Hashable
-    kinds: Floats  # [K, 5]
-    kind: Ints  # [S]
+    shards: Floats  # [S, 5]
     home: Floats  # [5]
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
 
     @property
     def num_shards(self) -> int:
-        return len(self.kind)
-
-    @property
-    def whole(self) -> bool:
-        """Return whether the whole table is on a single rank."""
-        return self.num_shards == 1
+        return len(self.shards)
 
     @property
     def alike(self) -> bool:
         """Return whether all shards have about the same load."""
-        kinds = self.kinds
-        return len(kinds) < 2 or bool((np.ptp(kinds, 0) <= ALIKE * np.abs(kinds[0])).all())
-
-    @property
-    def shards(self) -> Floats:
-        """Return the load of every shard, [S, 5]."""
-        return self.kinds[self.kind]
+        shards = self.shards
+        return len(shards) < 2 or bool((np.ptp(shards, 0) <= ALIKE * np.abs(shards[0])).all())
 
 
 def step_ms(loads: Floats) -> Floats:
@@ -68,15 +57,15 @@ def step_ms(loads: Floats) -> Floats:
     return loads[..., :BYTES].max(axis=-2).sum(axis=-1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """The options of all tables, the memory of all ranks, and the loads of keys.
 
-    ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
-    of each rank. ``base`` [ranks, 5] and the keys ``present`` come from fixed parts, such as pinned
-    tables. ``slowness`` [ranks, 5] contains the factors of the loads that options and keys add to a
-    rank; ``base`` includes them. ``ranks_per_link`` consecutive ranks share a link. Raises
-    PlanError if a table has no option for this many ranks.
+    ``options`` contains the allowed options of every table, with at most one shard per rank, and
+    ``limit_bytes`` [ranks] the memory of each rank. ``base`` [ranks, 5] and the keys ``present``
+    come from fixed parts, such as pinned tables. ``slowness`` [ranks, 5] contains the factors of
+    the loads that options and keys add to a rank; ``base`` includes them. ``ranks_per_link``
+    consecutive ranks share a link.
     """
 
     names: tuple[str, ...]
@@ -88,19 +77,6 @@ class Problem:
     ranks_per_link: int = 1
     present: tuple[Key, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.names or len(self.names) != len(self.options):
-            raise PlanError(
-                f"plan: got options for {len(self.options)} tables, but {len(self.names)} table "
-                "names; give at least one table, and options for every table"
-            )
-        for name, options in zip(self.names, self.options, strict=True):
-            if all(option.num_shards > self.num_ranks for option in options):
-                raise PlanError(
-                    f"table {name}: no layout is allowed on {self.num_ranks} ranks; allow whole "
-                    "tables, S(0), or B"
-                )
-
     @property
     def num_tables(self) -> int:
         return len(self.names)
@@ -109,17 +85,29 @@ class Problem:
     def num_ranks(self) -> int:
         return int(self.limit_bytes.shape[0])
 
-    @property
+    @cached_property
     def has_equal_ranks(self) -> bool:
         """Return whether all factors are 1."""
         return bool((self.slowness == 1.0).all())
 
-    @property
+    @cached_property
     def own_share(self) -> Floats:
         """Return the parts of a shard's load [5] that count at its own rank."""
         share = np.ones(BYTES + 1)
         share[1:BYTES] /= self.ranks_per_link
         return share
+
+    @cached_property
+    def weights(self) -> Floats:
+        """Return, for each table, the ms that its cheapest option adds to the mean over ranks,
+        [tables]. Tables are placed in descending order of this value.
+        """
+        return np.array([min(map(self.mean_ms, options)) for options in self.options])
+
+    def mean_ms(self, option: Option) -> float:
+        """Return the ms that an option adds to the mean over ranks, without its keys."""
+        spread = option.shards[:, :BYTES].sum() / self.num_ranks
+        return float(option.home[:BYTES].sum() + spread)
 
     def placed(self, shards: Floats, ranks: Ints) -> Floats:
         """Return what n sets of shards [n, count, 5] on ``ranks`` [n, count] add to the loads of

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.local import build, mean_ms, weights_of
+from sbpflow.planner.search.local import build
 from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Problem
 
 
 def heaviest_first(weights: Floats) -> list[int]:
     """Sort the table numbers by descending weight."""
-    return [int(table) for table in np.argsort(-weights, kind="stable")]
+    return np.argsort(-weights, kind="stable").tolist()
 
 
 def bytes_of(problem: Problem) -> Floats:
@@ -33,11 +33,7 @@ def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter
     """
     allowed: list[tuple[int, ...]] = []
     for options, shapes in zip(problem.options, chosen, strict=True):
-        numbers = tuple(
-            n
-            for n, option in enumerate(options)
-            if option.shape in shapes and option.num_shards <= problem.num_ranks
-        )
+        numbers = tuple(n for n, option in enumerate(options) if option.shape in shapes)
         allowed.append(numbers or tuple(range(len(options))))
     return Inserter(problem, tuple(allowed))
 
@@ -46,40 +42,32 @@ def families(problem: Problem) -> list[Hashable]:
     """Return the shapes that tables can have, sorted by the mean ms per rank of a plan in which all
     tables that allow the shape use it.
     """
-    least = weights_of(problem)
     total: dict[Hashable, float] = {}
-    for weight, options in zip(least.tolist(), problem.options, strict=True):
+    for weight, options in zip(problem.weights.tolist(), problem.options, strict=True):
         for option in options:
-            more = mean_ms(problem, option) - weight
+            more = problem.mean_ms(option) - weight
             total[option.shape] = total.get(option.shape, 0.0) + more
     return sorted(total, key=lambda shape: total[shape])
 
 
-def homogeneous(
-    problem: Problem, weights: Floats, shapes: Sequence[Hashable]
-) -> Iterator[tuple[str, Assignment]]:
+def homogeneous(problem: Problem, shapes: Sequence[Hashable]) -> Iterator[tuple[str, Assignment]]:
     """Yield one plan per shape, in which all tables that allow the shape use it."""
-    order = heaviest_first(weights)
+    order = heaviest_first(problem.weights)
     for shape in shapes:
-        inserter = narrowed(problem, [(shape,)] * problem.num_tables)
-        yield f"all {shape}", build(problem, inserter, order).assignment()
+        yield f"all {shape}", build(narrowed(problem, [(shape,)] * problem.num_tables), order)
 
 
-def greedy(
-    problem: Problem, weights: Floats, inserter: Inserter
-) -> Iterator[tuple[str, Assignment]]:
-    """Yield plans that insert tables one after another, each with the option and ranks that are
-    best at that point.
-    """
-    yield "greedy", build(problem, inserter, heaviest_first(weights)).assignment()
-    whole = [[option.shape for option in options if option.whole] for options in problem.options]
-    built = build(problem, narrowed(problem, whole), heaviest_first(weights))
-    yield "greedy, whole tables", built.assignment()
-    largest = heaviest_first(bytes_of(problem))
-    yield "greedy, largest first", build(problem, inserter, largest).assignment()
+def greedy(inserter: Inserter) -> Iterator[tuple[str, Assignment]]:
+    """Yield plans that insert one table after another, each where it is best at that point."""
+    problem = inserter.problem
+    order = heaviest_first(problem.weights)
+    yield "greedy", build(inserter, order)
+    whole = [[o.shape for o in options if o.num_shards == 1] for options in problem.options]
+    yield "greedy, whole tables", build(narrowed(problem, whole), order)
+    yield "greedy, largest first", build(inserter, heaviest_first(bytes_of(problem)))
 
 
-def around_largest(problem: Problem, weights: Floats, count: int) -> list[Assignment]:
+def around_largest(problem: Problem, count: int) -> list[Assignment]:
     """Return greedy plans in which the table with the most bytes has each of its ``count`` cheapest
     options. A plan may exceed the memory limits.
 
@@ -87,12 +75,11 @@ def around_largest(problem: Problem, weights: Floats, count: int) -> list[Assign
     rarely moves it, because many tables would have to move at the same time.
     """
     largest = int(bytes_of(problem).argmax())
-    options = [o for o in problem.options[largest] if o.num_shards <= problem.num_ranks]
-    options.sort(key=lambda option: mean_ms(problem, option))
-    order = [largest, *(table for table in heaviest_first(weights) if table != largest)]
+    options = sorted(problem.options[largest], key=problem.mean_ms)
+    order = [largest, *(table for table in heaviest_first(problem.weights) if table != largest)]
     shapes = [[option.shape for option in mine] for mine in problem.options]
     plans: list[Assignment] = []
     for option in options[:count]:
         shapes[largest] = [option.shape]
-        plans.append(build(problem, narrowed(problem, shapes), order).assignment())
+        plans.append(build(narrowed(problem, shapes), order))
     return plans

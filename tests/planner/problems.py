@@ -20,8 +20,7 @@ def keys_of(*keys: Key):
 
 def option(shape, shards, home, *keys):
     """Return an option with equal shards."""
-    kind = np.zeros(len(shards), dtype=np.int64)
-    return Option(shape, np.array(shards[:1]).reshape(-1, 5), kind, np.array(home), keys_of(*keys))
+    return Option(shape, np.array(shards).reshape(-1, 5), np.array(home), keys_of(*keys))
 
 
 def make_problem(

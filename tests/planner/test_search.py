@@ -18,10 +18,10 @@ from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.bounds import CLOSE, bound
 from sbpflow.planner.search.insertion import Inserter
-from sbpflow.planner.search.local import LEAST_GAIN, LocalSearch, descend, weights_of
+from sbpflow.planner.search.local import LEAST_GAIN, LocalSearch, descend
 from sbpflow.planner.search.problem import BYTES, Move, State, price_of
 from sbpflow.planner.search.seeds import homogeneous
-from sbpflow.planner.shapes import problem_of, table_wise
+from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import Shape
 from sbpflow.planner.workloads import random_task
 from tests.planner.problems import (
@@ -100,7 +100,7 @@ def test_local_search_improves_a_bad_plan():
     problem = make_problem(24, 4, seed=3, splits=False)
     inserter = Inserter(problem)
     start = tuple(Move(0, (0,)) for _ in range(24))
-    local = LocalSearch(problem, inserter, seed=1)
+    local = LocalSearch(inserter, seed=1)
     improved = local.improve(start, 200)
     assert price_of(problem, improved).ms < 0.5 * price_of(problem, start).ms
 
@@ -108,13 +108,13 @@ def test_local_search_improves_a_bad_plan():
 def test_local_search_accepts_loads_of_zero_that_rounding_made_negative():
     problem = make_problem(6, 2, seed=3, splits=False)
     only_work = [
-        tuple(replace(each, kinds=each.kinds * [1, 0, 0, 0, 1]) for each in mine)
+        tuple(replace(each, shards=each.shards * [1, 0, 0, 0, 1]) for each in mine)
         for mine in problem.options
     ]
     base, keys = np.tile([0.0, -1e-18, 0.0, 0.0, 0.0], (2, 1)), 0 * KEY_LOADS
     problem = replace(problem, options=tuple(only_work), base=base, key_loads=keys)
     start = tuple(Move(0, (0,)) for _ in range(6))
-    improved = LocalSearch(problem, Inserter(problem), seed=1).improve(start, 50)
+    improved = LocalSearch(Inserter(problem), seed=1).improve(start, 50)
     assert price_of(problem, improved).ms < price_of(problem, start).ms
 
 
@@ -125,7 +125,7 @@ def test_tables_with_uneven_columns_share_a_storage():
     task = make_task(world_size=3, rows=(4000, 900, 3000), dim=16)
     problem = problem_of(TaskCost(described("h100-dgx"), task))
     shape = Shape("S(1)", "columns", (1, 3))
-    ((_, alike),) = homogeneous(problem, weights_of(problem), [shape])
+    ((_, alike),) = homogeneous(problem, [shape])
     assert {move.ranks for move in alike} == {(0, 1, 2)}
     state = State(problem, alike)
     current = state.remove(1)
@@ -210,7 +210,7 @@ def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
     """
     task = make_sample(seed, 4, num_tables=26, batch_size=4096, giant=0.4).task
     profile = described("h100-dgx")
-    setting = Setting(task, problem_of(TaskCost(profile, task), table_wise))
+    setting = Setting(task, problem_of(TaskCost(profile, task)))
     even = 1.15 * price_of(setting.problem, GREEDY["size"](setting)).memory.mean()
     planned = make_plan("auto", TaskCost(profile, replace(task, device_bytes=(int(even),) * 4)))
     assert planned.priced.feasible
@@ -305,7 +305,7 @@ def test_a_descent_ends_where_no_single_table_can_be_moved():
     problem = make_problem(20, 4, seed=5, slack=1.3)
     inserter = Inserter(problem)
     start = tuple(Move(0, (n % 4,)) for n in range(20))
-    end = descend(problem, inserter, start)
+    end = descend(inserter, start)
     before, after = price_of(problem, start), price_of(problem, end)
     assert after.rank < before.rank
     for table, name in enumerate(problem.names):
