@@ -59,21 +59,13 @@ def _planning(name: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
-def clusters(argv: Sequence[str]) -> int:
-    """Predict a model's step time on other machines and other numbers of ranks."""
-    from sbpflow.planner import scaling
-
-    print(scaling.clusters(argv))
-    return 0
-
-
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "calibrate": calibrate,
     "plan": _planning("plan"),
     "explain": _planning("explain"),
     "compare": _planning("compare"),
     "measure": _planning("measure"),
-    "clusters": clusters,
+    "clusters": _planning("clusters"),
 }
 
 

@@ -1,9 +1,11 @@
-"""Implements ``sbpflow plan``, ``explain-plan``, ``compare`` and ``measure`` for a file of tables.
+"""Implements the commands for a file of tables: ``sbpflow plan``, ``explain-plan``, ``compare``,
+``measure``, and ``clusters``.
 
 Each command returns the text to print.
 """
 
 import json
+import math
 import statistics
 import tempfile
 from argparse import Namespace
@@ -17,23 +19,24 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Sample
 from sbpflow.planner.calibration.measure import measure_in_turns
-from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
-from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.feasible import checked
-from sbpflow.planner.planners import (
-    PLANNERS,
-    Planned,
-    PlannerName,
-    make_plan,
-    planner_of,
-    priced_plan,
+from sbpflow.planner.clusters import (
+    MACHINES,
+    link_of,
+    memory_of,
+    profile_name,
+    profile_of,
+    with_link,
 )
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.feasible import checked
+from sbpflow.planner.planners import PLANNERS, Planned, make_plan, planner_of, priced_plan
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
 from sbpflow.planner.search.auto import NUM_ALIKE
-from sbpflow.planner.search.problem import Assignment, price_of
+from sbpflow.planner.search.problem import BYTES, Assignment, price_of
 from sbpflow.planner.search.seeds import families, homogeneous
-from sbpflow.planner.shapes import assignment_of, plan_of
-from sbpflow.planner.tables_file import read_tables
+from sbpflow.planner.shapes import plan_of
+from sbpflow.planner.tables_file import TablesFile, read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
 from sbpflow.runtime.files.json_file import JsonError, list_of, read_json
 from sbpflow.runtime.files.local_path import local_path
@@ -46,7 +49,8 @@ NEAR = 1.05
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
-def _parser(name: str, description: str) -> ArgumentParser:
+def _parser(name: str, description: str, *, one_size: bool = True) -> ArgumentParser:
+    """Return a parser of the common arguments, with ``one_size`` also of the number of ranks."""
     parser = ArgumentParser(prog=f"sbpflow {name}", description=description)
     parser.add_argument(
         "--tables",
@@ -55,15 +59,20 @@ def _parser(name: str, description: str) -> ArgumentParser:
         help="tables.json; planner/tables_file.py describes its format",
     )
     parser.add_argument(
-        "-n", "--world-size", type=int, default=2, help="number of ranks; default 2"
-    )
-    parser.add_argument(
         "--profile",
         type=profile_name,
         help=f"a calibration file, or {', '.join(MACHINES)}; default: this machine's calibration",
     )
     parser.add_argument("--seed", type=parse_seed, default=0)
+    if one_size:
+        parser.add_argument(
+            "-n", "--world-size", type=int, default=2, help="number of ranks; default 2"
+        )
     return parser
+
+
+def _add_planner(parser: ArgumentParser) -> None:
+    parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; default auto")
 
 
 def _add_report(parser: ArgumentParser) -> None:
@@ -78,7 +87,7 @@ def plan(argv: Sequence[str]) -> str:
     Raises PlanError if no plan fits; the report is written even then.
     """
     parser = _parser("plan", "Choose where every table is stored, and report the alternatives.")
-    parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; default auto")
+    _add_planner(parser)
     parser.add_argument("--output", type=local_path, help="a YAML file for parallel.plan")
     _add_report(parser)
     parser.add_argument(
@@ -124,13 +133,78 @@ def compare(argv: Sequence[str]) -> str:
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
     args = parser.parse_args(argv)
     cost = _cost(args)
-    names: list[PlannerName] = [planner_of(name) for name in args.planners]
+    names = [planner_of(name) for name in args.planners]
     lines = [f"{'planner':<12} {'predicted ms':>13} {'fits':>5} {'seconds':>8}"]
     results = [make_plan(name, cost, seed=args.seed) for name in names]
     for planned in sorted(results, key=lambda planned: planned.priced.rank):
         fits, ms = "yes" if planned.priced.feasible else "no", planned.priced.ms
         lines.append(f"{planned.planner:<12} {ms:>13.3f} {fits:>5} {planned.seconds:>8.2f}")
     return "\n".join(lines)
+
+
+def clusters(argv: Sequence[str]) -> str:
+    """Plan for several numbers of ranks, on this machine or on others. Return a table of the
+    predicted step times and the share of communication, and which prices are measured.
+    """
+    parser = _parser(
+        "clusters",
+        "Predict the step time and the communication share for each number of ranks.",
+        one_size=False,
+    )
+    parser.add_argument(
+        "--link",
+        help=f"the links of {', '.join(MACHINES)}, or a rate (25gbit); default: the links of the "
+        "calibration",
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="number of ranks that share the --link"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--weak", action="store_true", help="keep the batch size per rank")
+    _add_planner(parser)
+    args = parser.parse_args(argv)
+    if bad := [ranks for ranks in args.ranks if ranks < 1]:
+        raise ConfigError(f"--ranks must be 1 or more, got {bad[0]}; for example, --ranks 8 16 32")
+    profile, tables = _linked_profile(args), read_tables(args.tables)
+    least, costs = min(args.ranks), list[TaskCost]()
+    for ranks in sorted(args.ranks):
+        batch = math.ceil(tables.batch_size * ranks / least) if args.weak else tables.batch_size
+        costs.append(_cost_on(ranks, args, profile, replace(tables, batch_size=batch)))
+    planner = planner_of(args.planner)
+    lines = [
+        f"{'ranks':>6} {'step ms':>9} {'samples/s':>12} {'communication':>14} {'GB per rank':>12}"
+    ]
+    for cost in costs:
+        planned = make_plan(planner, cost, seed=args.seed)
+        loads = planned.priced.loads
+        samples_per_s = 1e3 * cost.task.batch_size / planned.priced.ms
+        fits = "" if planned.priced.feasible else "  does not fit"
+        lines.append(
+            f"{cost.task.world_size:>6} {planned.priced.ms:>9.3f} {samples_per_s:>12,.0f} "
+            f"{100 * loads[:, 1:BYTES].max(axis=0).sum() / planned.priced.ms:>13.0f}% "
+            f"{loads[:, BYTES].max() / 1e9:>12.2f}{fits}"
+        )
+    about = {key: profile.about.get(key) for key in ("from", "cpu", "device", "taken")}
+    lines += [f"{key}: {value}" for key, value in {**profile.sources, **about}.items() if value]
+    return "\n".join(lines)
+
+
+def _linked_profile(args: Namespace) -> Profile:
+    """Return the profile of ``--profile``, with the links of ``--link``, if given."""
+    profile = profile_of(args.profile)
+    if args.link is None:
+        if args.ranks_per_node != 1:
+            raise ConfigError(
+                f"--ranks-per-node {args.ranks_per_node} needs --link, the adapter that these "
+                "ranks share; add --link (for example, --link 25gbit), or remove --ranks-per-node"
+            )
+        return profile
+    if args.ranks_per_node < 1:
+        raise ConfigError(
+            f"--ranks-per-node must be 1 or more, got {args.ranks_per_node}; for example, "
+            "--ranks-per-node 8"
+        )
+    return with_link(profile, *link_of(args.link, args.ranks_per_node))
 
 
 def _cost(args: Namespace) -> TaskCost:
@@ -151,21 +225,23 @@ def _cost(args: Namespace) -> TaskCost:
             "--measure samples ids by each table's key zipf, which some tables lack; give every "
             'table "zipf": {"s": .., "q": ..}, or omit --measure'
         )
-    profile, limit = profile_of(args.profile), memory_of(args.profile)
-    device = profile.device_type
-    if measure and device == "cuda" and not torch.cuda.is_available():
+    profile = profile_of(args.profile)
+    if measure and profile.device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"--measure: the profile {args.profile} describes GPUs, but this machine has no "
             "usable GPU; omit --measure or --profile"
         )
-    task = tables.task(args.world_size, device, device_bytes=limit)
-    return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(args.world_size)))
+    return _cost_on(args.world_size, args, profile, tables)
+
+
+def _cost_on(ranks: int, args: Namespace, profile: Profile, tables: TablesFile) -> TaskCost:
+    """Return the prices of the task on this many ranks."""
+    task = tables.task(ranks, profile.device_type, device_bytes=memory_of(args.profile))
+    return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(ranks)))
 
 
 def _check_files(args: Namespace) -> None:
-    """Raise ConfigError for an output that is a folder, is in a missing folder, or would replace
-    another file of the command.
-    """
+    """Raise ConfigError unless each output is a separate file in an existing folder."""
     examples = {"output": "plan.yaml", "report": "report.txt"}
     read = {key: getattr(args, key, None) for key in ("tables", "plan", "profile")}
     given = {Path(path).resolve(): key for key, path in read.items() if path is not None}
@@ -227,15 +303,9 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
     lines = [
         f"measured {ms:9.3f} ms  {name}" for name, ms in sorted(times.items(), key=lambda t: t[1])
     ]
-    fastest = min(times, key=lambda name: times[name])
-    assignment = assignment_of(planned.problem, plans[fastest])
-    fastest_plan = replace(
-        planned,
-        plan=plans[fastest],
-        assignment=assignment,
-        priced=price_of(planned.problem, assignment),
-    )
-    return fastest_plan, lines
+    fastest = plans[min(times, key=lambda name: times[name])]
+    priced = priced_plan(planned.planner, fastest, cost, seconds=planned.seconds)
+    return replace(priced, found=planned.found), lines
 
 
 def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
@@ -254,18 +324,17 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
         plan for plan, price in priced if price.feasible and price.ms < NEAR * planned.priced.ms
     ]
     while near and len(chosen) < count:
-        least = [min(_num_moved(plan, other) for other in chosen) for plan in near]
-        if not max(least):
+        # the number of tables whose shape or ranks differ from those in the closest chosen plan
+        moved = [
+            min(sum(a != b for a, b in zip(plan, other, strict=True)) for other in chosen)
+            for plan in near
+        ]
+        if not max(moved):
             break
-        chosen.append(near[least.index(max(least))])
+        chosen.append(near[moved.index(max(moved))])
     named = {f"{planned.planner} {place + 1}": plan for place, plan in enumerate(chosen)}
     alike = dict(homogeneous(problem, families(problem)[:NUM_ALIKE]))
     return named | {n: plan for n, plan in alike.items() if price_of(problem, plan).feasible}
-
-
-def _num_moved(plan: Assignment, other: Assignment) -> int:
-    """Return the number of tables whose shape or ranks differ between two plans."""
-    return sum(a != b for a, b in zip(plan, other, strict=True))
 
 
 def measure(argv: Sequence[str]) -> str:

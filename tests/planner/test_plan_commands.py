@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from sbpflow.errors import ConfigError, PlanError
-from sbpflow.planner.__main__ import calibrate, clusters
+from sbpflow.planner.__main__ import calibrate
 from sbpflow.planner.clusters import described, profile_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Link
-from sbpflow.planner.plan_command import compare, explain, plan
+from sbpflow.planner.plan_command import clusters, compare, explain, plan
 from sbpflow.planner.planners import (
     make_plan,
     planner_of,

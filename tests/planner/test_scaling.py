@@ -12,7 +12,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.planner.__main__ import main
 from sbpflow.planner.clusters import MACHINES, crowded, described, link_of, with_link
 from sbpflow.planner.costs.profile import Link, Profile
-from sbpflow.planner.scaling import clusters
+from sbpflow.planner.plan_command import clusters
 
 TABLES = {
     "batch_size": 4096,
