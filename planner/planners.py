@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -37,19 +36,6 @@ from sbpflow.planner.workloads import random_task
 
 LOG = logging.getLogger(__name__)
 
-PlannerName = Literal[
-    "auto",
-    "random",
-    "size",
-    "dim",
-    "lookup",
-    "size-lookup",
-    "embark",
-    "neuroshard",
-    "dreamshard",
-    "autoshard",
-]
-PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
 GREEDY: Mapping[str, Callable[[Setting], Assignment]] = {
     "random": random_placement,
     "size": size_greedy,
@@ -62,6 +48,7 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "dreamshard": DreamShard,
     "autoshard": AutoShard,
 }
+PLANNERS = ("auto", *GREEDY, "embark", *LEARNED)
 MOST_FOR_EMBARK = 2000  # limit on tables x ranks, above which EMBark takes seconds
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables in a training task
@@ -96,7 +83,7 @@ def priced_plan(name: str, plan: Plan, cost: TaskCost, *, seconds: float = 0.0) 
     )
 
 
-def planner_of(name: str) -> PlannerName:
+def planner_of(name: str) -> str:
     """Return ``name``; raise ConfigError if no planner has this name."""
     if name not in PLANNERS:
         raise ConfigError(f"--planner must be one of {', '.join(PLANNERS)}, got {name!r}")
@@ -104,11 +91,9 @@ def planner_of(name: str) -> PlannerName:
 
 
 def make_plan(
-    name: PlannerName, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
+    name: str, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
 ) -> Planned:
-    """Create a plan for the task of ``cost``; if none fits, return the plan that exceeds the memory
-    limit the least.
-    """
+    """Plan the task of ``cost``; if no plan fits, return the one with the smallest excess."""
     start = time.perf_counter()
     problem = problem_of(cost)
     setting = Setting(cost.task, problem, seed)
@@ -142,7 +127,7 @@ def published_seeds(setting: Setting) -> dict[str, Assignment]:
     return plans
 
 
-def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting], Assignment]:
+def published(name: str, like: TaskCost, seed: int) -> Callable[[Setting], Assignment]:
     """Return a published planner for tasks with the world size, batch size, and prices of ``like``.
 
     A learned planner is loaded from the cache or, if it is not cached, trained and cached.
@@ -152,18 +137,16 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
     if name == "embark":
         return embark
     kind, path = LEARNED[name], path_of(name, like, seed)
-    model = kind.blank(like.task.world_size)
+    model = kind(like.task.world_size)
     if not load_model(model, path):
         LOG.info("training %s on %d random tasks", name, TRAINING_TASKS)
-        model = kind.train(training_settings(like, seed), seed)
+        model = kind.trained(training_settings(like, seed), seed)
         save_model(model, path)
     return model.plan
 
 
 def training_settings(like: TaskCost, seed: int) -> list[Setting]:
-    """Return training tasks, sampled from the half of the table pool that comparisons do not
-    use.
-    """
+    """Return training tasks with tables from the half of the pool that comparisons do not use."""
     random = np.random.default_rng(seed)
     settings: list[Setting] = []
     for number in range(TRAINING_TASKS):

@@ -58,17 +58,13 @@ class Net(nn.Module):
         self.cost = mlp(WIDTH, 64, 1)
 
     def states(self, latents: Tensor) -> Tensor:
-        """Map the tables in order, [T, WIDTH], to states [T, 2 WIDTH], independent of the chosen
-        devices.
-        """
+        """Map the tables in order, [T, WIDTH], to states [T, 2 WIDTH], for any devices."""
         share = torch.arange(len(latents), dtype=torch.float32)[:, None] / len(latents)
         core, _ = self.core(torch.cat([latents, self.place(share)], dim=-1)[:, None])
         return core[:, 0]
 
     def logits(self, states: Tensor, summed: Tensor, held: Tensor) -> Tensor:
-        """Compute logits [.., D] from states [.., 2 WIDTH], device sums [.., D, WIDTH] and bytes
-        [.., D].
-        """
+        """Map states [.., 2 WIDTH], device sums [.., D, WIDTH], and bytes [.., D] to [.., D]."""
         with torch.no_grad():
             costs = self.cost(summed)
         actions = torch.cat([summed, self.device(torch.cat([costs, held[..., None]], -1))], -1)
@@ -93,21 +89,19 @@ class _Episodes:
         return devices
 
 
-@dataclass
-class AutoShard:
-    """The trained networks."""
+class AutoShard(nn.Module):
+    """The networks, which have the same form for any number of ranks. They are untrained, but scale
+    features for the tables of ``settings``.
+    """
 
-    net: Net
-    scaling: Scaling
-    unit_ms: float = 1.0
-
-    @classmethod
-    def blank(cls, num_ranks: int) -> "AutoShard":
-        """Create untrained networks, which have the same form for any number of ranks."""
-        return cls(Net(), Scaling.none())
+    def __init__(self, num_ranks: int, settings: Sequence[Setting] = ()) -> None:
+        super().__init__()
+        self.net, self.scaling = Net(), Scaling(settings)
 
     @staticmethod
-    def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "AutoShard":
+    def trained(
+        settings: Sequence[Setting], seed: int, amount: Amount | None = None
+    ) -> "AutoShard":
         """Train on tasks, using their prices in place of measurements."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -120,10 +114,8 @@ class AutoShard:
         return setting.whole(episodes.devices(0))
 
     def act(self, setting: Setting, net: Net, count: int, *, sample: bool) -> _Episodes:
-        """Place the tables of a task ``count`` times, on sampled devices or on the most likely
-        devices.
-        """
-        features = self.scaling.apply(setting.features)
+        """Place a task's tables ``count`` times, on sampled or on the most likely devices."""
+        features = self.scaling(setting.features)
         alone = net.cost(net.table(features)).squeeze(-1)
         order = np.argsort(-alone.numpy(), kind="stable")
         features = features[torch.from_numpy(order)]
@@ -151,11 +143,11 @@ class _Training:
     def __init__(self, settings: Sequence[Setting], seed: int, amount: Amount) -> None:
         self.settings, self.amount = settings, amount
         self.random = np.random.default_rng(seed)
-        self.model = AutoShard(Net(), Scaling.of(settings))
+        self.model = AutoShard(settings[0].num_ranks, settings)
         self.optimizer = torch.optim.Adam(self.model.net.parameters(), lr=1e-3)
         self.sets: list[Tensor] = []  # the table features of each measured device
         self.costs: list[float] = []
-        self.done = 0
+        self.unit_ms, self.done = 1.0, 0
 
     def run(self) -> AutoShard:
         decay = torch.optim.lr_scheduler.LambdaLR(
@@ -174,17 +166,15 @@ class _Training:
         return self.model
 
     def _rewards(self, setting: Setting, episodes: _Episodes) -> Tensor:
-        """Return the rewards [E], and add the measured devices to the replay buffer of the cost
-        head.
-        """
+        """Return the rewards [E], and add the devices to the replay buffer of the cost head."""
         rewards: list[float] = []
         for number, chosen in enumerate(episodes.chosen.T):
             ms = price_of(setting.problem, setting.whole(episodes.devices(number))).loads[:, 0]
             if not self.costs:
-                self.model.unit_ms = max(float(ms.mean()), 1e-9)
+                self.unit_ms = max(float(ms.mean()), 1e-9)
             for device, cost in enumerate(ms):
                 self.sets.append(episodes.features[chosen == device])
-                self.costs.append(float(cost) / self.model.unit_ms)
+                self.costs.append(float(cost) / self.unit_ms)
             held = [
                 float(episodes.sizes[chosen == device].sum()) for device in range(setting.num_ranks)
             ]

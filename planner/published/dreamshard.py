@@ -68,30 +68,29 @@ class Net(nn.Module):
         return self.overall(summed.amax(dim=-2)).squeeze(-1)
 
     def logits(self, policy_sums: Tensor, cost_sums: Tensor) -> Tensor:
-        """Compute logits [.., devices] from the sums of both embeddings over the tables that are
-        already placed.
-        """
+        """Map the placed tables' sums of both embeddings to logits [.., devices]."""
         with torch.no_grad():
             costs = self.parts(cost_sums)
         both = torch.cat([policy_sums, self.policy_cost(costs)], dim=-1)
         return self.policy(both).squeeze(-1)
 
 
-@dataclass
-class DreamShard:
-    """The trained networks, and the unit of the predicted costs."""
+class DreamShard(nn.Module):
+    """The networks, which have the same form for any number of ranks, and the unit of the predicted
+    costs. The networks are untrained, but scale features for the tables of ``settings``.
+    """
 
-    net: Net
-    scaling: Scaling
-    unit_ms: float = 1.0
+    unit_ms: Tensor
 
-    @classmethod
-    def blank(cls, num_ranks: int) -> "DreamShard":
-        """Create untrained networks, which have the same form for any number of ranks."""
-        return cls(Net(), Scaling.none())
+    def __init__(self, num_ranks: int, settings: Sequence[Setting] = ()) -> None:
+        super().__init__()
+        self.net, self.scaling = Net(), Scaling(settings)
+        self.register_buffer("unit_ms", torch.ones((), dtype=torch.float64))
 
     @staticmethod
-    def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
+    def trained(
+        settings: Sequence[Setting], seed: int, amount: Amount | None = None
+    ) -> "DreamShard":
         """Train on tasks, using their prices in place of measurements."""
         return _Training(settings, seed, amount or Amount()).run()
 
@@ -102,12 +101,10 @@ class DreamShard:
         return setting.whole(devices[0])
 
     def features(self, setting: Setting) -> Tensor:
-        return self.scaling.apply(setting.features)
+        return self.scaling(setting.features)
 
     def order(self, features: Tensor) -> Ints:
-        """Sort the tables by descending predicted cost, with each cost predicted for a single
-        table.
-        """
+        """Sort the tables by descending predicted cost of each table alone."""
         with torch.no_grad():
             alone = self.net.parts(self.net.table(features)).sum(-1)
         return np.argsort(-alone.numpy(), kind="stable")
@@ -167,8 +164,7 @@ class _Training:
         self.random = np.random.default_rng(seed)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            net = Net()
-        self.model = DreamShard(net, Scaling.of(settings))
+            self.model = DreamShard(settings[0].num_ranks, settings)
         self.samples: list[_Sample] = []
 
     def run(self) -> DreamShard:
@@ -196,7 +192,8 @@ class _Training:
             measured = price_of(setting.problem, setting.whole(devices[0]))
             measurements.append((setting, devices[0], measured))
         if not self.samples:
-            self.model.unit_ms = float(np.mean([m.ms for _, _, m in measurements]))
+            self.model.unit_ms.fill_(float(np.mean([m.ms for _, _, m in measurements])))
+        unit_ms = self.model.unit_ms.item()
         for setting, devices, measured in measurements:
             exchange = measured.loads[:, 1:BYTES].sum(axis=1)
             parts = np.stack([measured.loads[:, 0], exchange], axis=1)
@@ -204,8 +201,8 @@ class _Training:
                 _Sample(
                     features=self.model.features(setting),
                     devices=torch.from_numpy(devices),
-                    parts=torch.from_numpy(parts / self.model.unit_ms).float(),
-                    whole=measured.ms / self.model.unit_ms,
+                    parts=torch.from_numpy(parts / unit_ms).float(),
+                    whole=measured.ms / unit_ms,
                 )
             )
 

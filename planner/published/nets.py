@@ -1,7 +1,6 @@
 """Code that the learned planners share: small networks, sums per device, and scaled features."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,9 +14,7 @@ LOGARITHMIC = (1, 2, 3)  # rows, pooling, and size span several orders of magnit
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
-    """Build linear layers with a ReLU between layers and, if ``last`` is true, after the last
-    layer.
-    """
+    """Build linear layers with a ReLU between layers and, with ``last``, after the last layer."""
     layers: list[nn.Module] = []
     for place, (width, following) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width, following))
@@ -43,29 +40,26 @@ def descend(
     optimizer.step()
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """Means and standard deviations of the training tables' features. The bins are not scaled."""
+class Scaling(nn.Module):
+    """Scales features by the means and standard deviations of the tables of ``settings``; without
+    ``settings``, and for the bins, values are not scaled.
+    """
 
-    mean: Floats
-    deviation: Floats
+    mean: Tensor
+    deviation: Tensor
 
-    @staticmethod
-    def none() -> "Scaling":
-        """Return a scaling that changes nothing."""
-        return Scaling(np.zeros(NUM_FEATURES), np.ones(NUM_FEATURES))
+    def __init__(self, settings: Sequence[Setting]) -> None:
+        super().__init__()
+        mean, deviation = np.zeros(NUM_FEATURES), np.ones(NUM_FEATURES)
+        if settings:
+            values = _logarithms(np.concatenate([setting.features for setting in settings]))[:, :4]
+            mean[:4], deviation[:4] = values.mean(0), np.maximum(values.std(0), 1e-6)
+        self.register_buffer("mean", torch.from_numpy(mean))
+        self.register_buffer("deviation", torch.from_numpy(deviation))
 
-    @staticmethod
-    def of(settings: Sequence[Setting]) -> "Scaling":
-        """Return the scaling for the tables of these tasks."""
-        values = _logarithms(np.concatenate([setting.features for setting in settings]))
-        mean, deviation = values.mean(0), values.std(0)
-        mean[4:], deviation[4:] = 0.0, 1.0
-        return Scaling(mean, np.maximum(deviation, 1e-6))
-
-    def apply(self, features: Floats) -> Tensor:
-        scaled = (_logarithms(features) - self.mean) / self.deviation
-        return torch.from_numpy(scaled).float()
+    def forward(self, features: Floats) -> Tensor:
+        """Return the scaled features as float32."""
+        return ((torch.from_numpy(_logarithms(features)) - self.mean) / self.deviation).float()
 
 
 def _logarithms(features: Floats) -> Floats:

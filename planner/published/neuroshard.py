@@ -65,25 +65,26 @@ def exchange_net(num_ranks: int) -> nn.Sequential:
     return mlp(num_ranks, 128, 64, 32, 16, num_ranks)
 
 
-@dataclass
-class NeuroShard:
-    """Networks that were trained for one number of devices."""
+class NeuroShard(nn.Module):
+    """The networks for one number of devices, and the means by which their values are divided. The
+    networks are untrained, but scale features for the tables of ``settings``.
+    """
 
-    compute: ComputeNet
-    exchange: nn.Sequential
-    scaling: Scaling
-    compute_ms: float
-    exchange_ms: float
-    # Sum of columns per device, averaged over devices; scales the inputs of ``exchange``.
-    columns: float
+    compute_ms: Tensor
+    exchange_ms: Tensor
+    columns: Tensor  # sum of columns per device, averaged over devices; for ``exchange``
 
-    @classmethod
-    def blank(cls, num_ranks: int) -> "NeuroShard":
-        """Create untrained networks for this number of ranks."""
-        return cls(ComputeNet(), exchange_net(num_ranks), Scaling.none(), 1.0, 1.0, 1.0)
+    def __init__(self, num_ranks: int, settings: Sequence[Setting] = ()) -> None:
+        super().__init__()
+        self.compute, self.exchange = ComputeNet(), exchange_net(num_ranks)
+        self.scaling = Scaling(settings)
+        for name in ("compute_ms", "exchange_ms", "columns"):
+            self.register_buffer(name, torch.ones((), dtype=torch.float64))
 
     @staticmethod
-    def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "NeuroShard":
+    def trained(
+        settings: Sequence[Setting], seed: int, amount: Amount | None = None
+    ) -> "NeuroShard":
         """Train on tasks with the same number of devices, using sets of the tasks' tables."""
         amount = amount or Amount()
         with torch.random.fork_rng():
@@ -91,9 +92,7 @@ class NeuroShard:
             return _train(settings, np.random.default_rng(seed), amount)
 
     def plan(self, setting: Setting) -> Assignment:
-        """Return the plan with the lowest predicted cost, or the greedy plan by size if no plan
-        fits.
-        """
+        """Return the plan with the lowest predicted cost; if no plan fits, ``size_greedy``'s."""
         with torch.no_grad():
             return _Beam(self, setting).run()
 
@@ -107,7 +106,7 @@ class NeuroShard:
                 features[row, : len(mine)] = parts.features[list(mine)]
                 present[row, : len(mine)] = 1.0
         with torch.no_grad():
-            return self.compute(features, present).double().numpy() * self.compute_ms
+            return (self.compute(features, present).double() * self.compute_ms).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def _parts(setting: Setting, scaling: Scaling, cuts: Sequence[int]) -> _Parts:
         table=table,
         dims=raw[:, 0],
         held=setting.held_bytes[list(table)] / share,
-        features=scaling.apply(raw)[:, WITHOUT_SIZE],
+        features=scaling(raw)[:, WITHOUT_SIZE],
     )
 
 
@@ -197,9 +196,7 @@ class _Beam:
     def _greedy(
         self, parts: _Parts, order: list[int], scale: float
     ) -> tuple[list[list[int]] | None, bool]:
-        """Return the parts by device (None if a part does not fit), and whether the column limit
-        mattered.
-        """
+        """Return the parts by device, or None, and whether the column limit mattered."""
         size = self.setting.num_ranks
         placed: list[list[int]] = [[] for _ in range(size)]
         held, dims, costs = np.zeros(size), np.zeros(size), np.zeros(size)
@@ -230,8 +227,8 @@ class _Beam:
     def _cost(self, parts: _Parts, placed: list[list[int]]) -> float:
         compute = np.array([self._compute(parts, mine) for mine in placed])
         dims = torch.tensor([[float(parts.dims[mine].sum()) for mine in placed]])
-        exchange = self.model.exchange(dims / self.model.columns)[0].double().numpy()
-        return float((compute + exchange * self.model.exchange_ms).max())
+        exchange = self.model.exchange(dims / self.model.columns)[0].double()
+        return float((compute + (exchange * self.model.exchange_ms).numpy()).max())
 
     def _assignment(self, cuts: tuple[int, ...], placed: list[list[int]] | None) -> Assignment:
         if placed is None:  # no cut fits, so return a greedy plan of whole tables
@@ -253,21 +250,16 @@ class _Beam:
 
 
 def _train(settings: Sequence[Setting], random: np.random.Generator, amount: Amount) -> NeuroShard:
-    scaling = Scaling.of(settings)
-    features, present, compute = _sets(settings, scaling, random, amount.sets)
+    model = NeuroShard(settings[0].num_ranks, settings)
+    features, present, compute = _sets(settings, model.scaling, random, amount.sets)
     sums, exchange = _placements(settings, random, amount.placements)
-    model = NeuroShard(
-        compute=ComputeNet(),
-        exchange=exchange_net(sums.shape[1]),
-        scaling=scaling,
-        compute_ms=float(compute.mean()),
-        exchange_ms=max(float(exchange.mean()), 1e-9),
-        columns=float(sums.mean()),
-    )
-    target = torch.from_numpy(compute / model.compute_ms).float()
+    model.compute_ms.fill_(float(compute.mean()))
+    model.exchange_ms.fill_(max(float(exchange.mean()), 1e-9))
+    model.columns.fill_(float(sums.mean()))
+    target = (torch.from_numpy(compute) / model.compute_ms).float()
     _fit(model.compute, (features, present), target, random, amount)
-    sent = torch.from_numpy(exchange / model.exchange_ms).float()
-    of_sums = (torch.from_numpy(sums / model.columns).float(),)
+    sent = (torch.from_numpy(exchange) / model.exchange_ms).float()
+    of_sums = ((torch.from_numpy(sums) / model.columns).float(),)
     _fit(model.exchange, of_sums, sent, random, amount)
     return model
 

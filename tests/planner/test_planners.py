@@ -136,10 +136,10 @@ def test_a_trained_planner_is_cached_for_the_same_arguments(tmp_path, monkeypatc
     cost = TaskCost(PROFILE, task_setting.task)
     small = {"dreamshard": DREAMSHARD, "neuroshard": NEUROSHARD, "autoshard": AUTOSHARD}[name]
     kind = LEARNED[name]
-    train = kind.train
-    monkeypatch.setattr(kind, "train", lambda tasks, seed: train(tasks[:3], seed, small))
+    train = kind.trained
+    monkeypatch.setattr(kind, "trained", lambda tasks, seed: train(tasks[:3], seed, small))
     learned = published(name, cost, 3)(task_setting)
-    monkeypatch.setattr(kind, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(kind, "trained", lambda *_: pytest.fail("trained again"))
     assert published(name, cost, 3)(task_setting) == learned
     with pytest.raises(pytest.fail.Exception, match="trained again"):
         published(name, cost, 4)
@@ -149,14 +149,14 @@ def test_a_trained_planner_is_cached_for_the_same_arguments(tmp_path, monkeypatc
 def test_a_damaged_file_of_a_learned_planner_is_ignored(tmp_path, caplog, damage):
     path = tmp_path / "dreamshard.pt"
     path.write_bytes(damage)
-    assert not load_model(dreamshard.DreamShard.blank(2), path)
+    assert not load_model(dreamshard.DreamShard(2), path)
     assert f"{path}: not a valid cached planner" in caplog.text
 
 
 def test_a_trained_planner_that_cannot_be_cached_is_used(tmp_path, caplog):
     path = tmp_path / "a file" / "dreamshard.pt"
     path.parent.touch()
-    save_model(dreamshard.DreamShard.blank(2), path)
+    save_model(dreamshard.DreamShard(2), path)
     assert f"{path}: the trained planner is not cached, so" in caplog.text
 
 
@@ -171,7 +171,7 @@ def test_a_trained_planner_that_cannot_be_cached_is_used(tmp_path, caplog):
 def test_training_is_reproducible(kind, amount):
     train = [setting(6, 2, seed) for seed in range(2)]
     held_out = setting(7, 2, 5)
-    first, second = (kind.train(train, 3, amount).plan(held_out) for _ in range(2))
+    first, second = (kind.trained(train, 3, amount).plan(held_out) for _ in range(2))
     assert first == second
     held_out.task.check(plan_of(held_out.task, held_out.problem, first))
 
@@ -179,15 +179,15 @@ def test_training_is_reproducible(kind, amount):
 @pytest.mark.parametrize("kind", LEARNED.values())
 def test_learned_planners_plan_for_a_single_rank(kind):
     alone = setting(3, 1)
-    planned = plan_of(alone.task, alone.problem, kind.blank(1).plan(alone))
+    planned = plan_of(alone.task, alone.problem, kind(1).plan(alone))
     assert set(planned.values()) == {Choice(Shape("B", "local"), (0,))}
-    assert price_of(alone.problem, kind.blank(1).plan(alone)).ms > 0
+    assert price_of(alone.problem, kind(1).plan(alone)).ms > 0
 
 
 def cost_error(net, model, one):
     """Return a cost network's error in ms for tables placed on the devices alternately."""
     devices = torch.arange(len(one.tables)) % one.num_ranks
-    latents = net.table(model.scaling.apply(one.features))
+    latents = net.table(model.scaling(one.features))
     predicted = net.whole(dreamshard.sums(latents, devices, one.num_ranks)).item()
     return abs(predicted * model.unit_ms - price_of(one.problem, one.whole(devices.tolist())).ms)
 
@@ -196,7 +196,7 @@ def test_dreamshard_learns_costs_and_a_placement_policy():
     """Placing all tables on one device is expensive, so the planner learns to use both."""
     train = [setting(6, 2, seed) for seed in range(3)]
     amount = dreamshard.Amount(iterations=3, placements=8, cost_steps=60, policy_steps=10)
-    model = dreamshard.DreamShard.train(train, 0, amount)
+    model = dreamshard.DreamShard.trained(train, 0, amount)
     nets = (model.net, dreamshard.Net())
     trained, untrained = (sum(cost_error(net, model, case) for case in train) for net in nets)
     assert trained < 0.3 * untrained
