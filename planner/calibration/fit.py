@@ -63,9 +63,7 @@ class Record:
 def fit(
     records: Sequence[Record], *, backend: str, about: Mapping[str, str] | None = None
 ) -> Profile:
-    """Fit a profile to measurements of several tasks on one world; raise DataError if there are too
-    few.
-    """
+    """Fit a profile to tasks measured on one world; raise DataError if there are too few."""
     samples = {record.sample for record in records}
     if len(samples) < LEAST_SAMPLES:
         raise DataError(
@@ -193,9 +191,7 @@ def _busiest(totals: Floats, prices: Floats, ranks_per_link: int) -> Floats:
 
 
 def _terms(scaled: Floats) -> Floats:
-    """Return the terms [T, times, F], each scaled by its own factor: the work of each count, the
-    bytes, and the calls.
-    """
+    """Return the terms [T, times, F] to scale: each count's work, the bytes, and the calls."""
     work = scaled[:, 0].sum(axis=0)
     rows = np.zeros((np.count_nonzero(work), *scaled.shape[1:]))
     for row, n in zip(rows, work.nonzero()[0], strict=True):
@@ -239,9 +235,7 @@ def _nonnegative(gram: Floats, right: Floats, rounds: int = 2000) -> Floats:
 def held_out_steps(
     records: Sequence[Record], prices_of: Callable[[Sequence[Record]], Floats] = fitted_prices
 ) -> Floats:
-    """Cross-validate: predict the step times of each of ``FOLDS`` folds of tasks with a fit to the
-    other folds.
-    """
+    """Predict the step times of each of ``FOLDS`` folds of tasks with a fit to the others."""
     samples = sorted({record.sample for record in records})
     predicted = np.zeros(len(records))
     for fold in range(FOLDS):

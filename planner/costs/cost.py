@@ -85,9 +85,7 @@ class TaskCost:
 
 
 def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
-    """Return the counts [D, F] of a plan: the base, plus each table's shards, home, and keys. Equal
-    keys are counted once.
-    """
+    """Return the counts [D, F] of a plan: base, shards, homes, and distinct keys."""
     total = np.tile(base_work(task), (task.world_size, 1))
     keys: set[Key] = set()
     for table in task.tables:

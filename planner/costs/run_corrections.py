@@ -47,9 +47,7 @@ def with_run(profile: Profile, run: MeasuredRun) -> Profile:
 
 
 def origin_of(profile: Profile, facts: Mapping[str, str]) -> str:
-    """Return the age of a calibration, the number of runs in its prices, and which of its facts
-    differ from ``facts``, as text.
-    """
+    """Describe a calibration's age, its number of runs, and how its facts differ from these."""
     count = len(profile.runs)
     parts = [f"calibration of {_age(profile.about.get('taken', ''))}"]
     parts.append(f"corrected by {count} run{'' if count == 1 else 's'}")

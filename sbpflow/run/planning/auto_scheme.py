@@ -126,9 +126,7 @@ def rank_candidates(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
-    """Return the candidates whose tables fit in the ranks' total memory, cheapest first. Raises
-    PlanError if none fits.
-    """
+    """Return the candidates that fit in all ranks' memory, cheapest first; else raise PlanError."""
     limit = math.inf if topology.memory_bytes is None else sum(topology.memory_bytes)
     fitting: list[Candidate] = []
     smallest = math.inf

@@ -1,6 +1,4 @@
-"""Forecasts the rows that a run's caches will fetch, by planning the cache slots of its first
-batches.
-"""
+"""Forecasts the rows that caches will fetch, by planning the cache slots of the first batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

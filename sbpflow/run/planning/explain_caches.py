@@ -77,9 +77,7 @@ def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
 def rate_lines(
     caches: Sequence[Mapping[str, Any]], batches_per_s: float, folder: Path
 ) -> list[str]:
-    """Return the rates that the storage must sustain to match the speed of the earlier run in
-    ``folder``.
-    """
+    """Return the rates that the storage must sustain at the speed of the run in ``folder``."""
     lines = [f"at {batches_per_s:.3g} batches/s, the median of the run in {folder}:"]
     for cache in caches:
         if "rows_per_step" in cache:

@@ -115,18 +115,14 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer. Older files also contain the constants of other optimizers, which are
-    ignored.
-    """
+    """Decode an optimizer; constants of other optimizers, in older files, are ignored."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
-    """Return the present form of a schedule of format 2: serial or overlapped, and with or without
-    a clip move.
-    """
+    """Convert a schedule of format 2: serial or overlapped, and with or without a clip move."""
     schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
     moves = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):

@@ -39,9 +39,7 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-align columns. A row with an empty first cell is printed as the text in its second
-    cell.
-    """
+    """Left-align columns. A row with an empty first cell is printed as its second cell."""
     rows = [tuple(short_lists(cell) for cell in row) for row in rows]
     full = [row for row in rows if row[0]]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
