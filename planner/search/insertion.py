@@ -2,7 +2,7 @@
 
 Greedy construction, reinsertion, and the alternatives in a report use this module. Shards are
 placed on the best-scored ranks or on a block of neighboring ranks. A few array operations then
-compute the new maxima over ranks for all options with the same number of shards.
+compute the new loads of all ranks for all options with the same number of shards.
 """
 
 from collections.abc import Collection
@@ -21,6 +21,7 @@ from sbpflow.planner.search.problem import (
     Option,
     Problem,
     State,
+    step_ms,
 )
 
 # The search minimizes the step time plus this share of the root mean square of the loads. The step
@@ -39,33 +40,25 @@ class Insertion(NamedTuple):
     move: Move
 
 
-def goal(state: State, penalty: Floats) -> float:
-    """Return the value that the search minimizes for a whole plan. ``penalty`` [ranks] contains the
-    ms per byte of excess.
+def goal(problem: Problem, loads: Floats, penalty: Floats) -> Floats:
+    """Return the values [..] that the search minimizes for plans with these loads [.., ranks, 5].
+    ``penalty`` [ranks] contains the ms per byte of excess.
     """
-    loads, limit = state.loads, state.problem.limit_bytes
-    even = np.sqrt(np.square(loads[:, :BYTES]).mean(axis=0)).sum()
-    excess = np.maximum(loads[:, BYTES] - limit, 0.0) @ penalty
-    step = loads[:, :BYTES].max(axis=0).sum()
-    return float(step + EVENNESS * even + excess)
+    even = np.sqrt(np.square(loads[..., :BYTES]).mean(axis=-2)).sum(axis=-1)
+    excess = np.maximum(loads[..., BYTES] - problem.limit_bytes, 0.0) @ penalty
+    return step_ms(loads) + EVENNESS * even + excess
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A table's options that have the same number of shards, as arrays.
-
-    ``shards`` contains the load of each shard [n, count, 5], or, if the shards of every option are
-    about equal, the largest shard load [n, 1, 5]. ``homes`` [n, 5] contains the load on every rank.
-    ``by_rank`` is true if the loads of all ranks must be computed to find the largest one: if ranks
-    differ in speed or share links, or if a shard makes its rank faster, because the more tables a
-    rank stores, the less it sends to other ranks.
+    """A table's options that have the same number of shards, as arrays: the load of each shard [n,
+    count, 5], and the load on every rank [n, 5].
     """
 
     count: int
     numbers: tuple[int, ...]
     shards: Floats
     homes: Floats
-    by_rank: bool
 
 
 class Inserter:
@@ -101,10 +94,10 @@ class Inserter:
 
         Options with a key in ``avoid`` are omitted unless no other option remains.
         """
-        options, now = self.problem.options[table], _Sums.of(state)
+        options = self.problem.options[table]
         insertions: list[Insertion] = []
         for tried in self._tried[table]:
-            insertions += self._priced(state, now, options, tried)
+            insertions += self._priced(state, options, tried)
         if avoid:
             keys = (options[i.move.option].keys(i.move.ranks) for i in insertions)
             free = [i for i, mine in zip(insertions, keys, strict=True) if avoid.isdisjoint(mine)]
@@ -115,7 +108,7 @@ class Inserter:
     def best(self, state: State, table: int) -> Insertion:
         return self.ranked(state, table)[0]
 
-    def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
+    def _ranks(self, loads: Floats, tried: _Tried) -> tuple[Ints, Ints]:
         """Return option places [m] and their ranks [m, count]: for each option, the best block of
         ``count`` neighboring ranks if blocks divide the world, and the best ranks unless there are
         many. Blocks are tried because tables on the same block share keys that depend on ranks, and
@@ -123,17 +116,17 @@ class Inserter:
         spread evenly over the links are tried, too. Unequal ranks cannot replace each other, so if
         ranks differ in speed, up to ``FEW`` sets of good ranks are tried.
         """
-        size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
+        size, count, which = len(loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
             return which, np.tile(np.arange(count), (len(which), 1))
-        largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 5]
-        largest = largest * self._factors
-        above = np.maximum(now.loads + largest - now.most, 0.0)
-        scores = above[..., :BYTES].sum(axis=-1) + now.evenness
+        largest = tried.shards.max(axis=1)[:, None] * self._factors  # [n, ranks, 5]
+        above = np.maximum(loads + largest - loads.max(axis=0), 0.0)
+        scores = above[..., :BYTES].sum(axis=-1) + EVENNESS * loads[:, :BYTES].sum(axis=1)
         if not self.problem.has_equal_ranks:
             scores += EVENNESS * largest[..., :BYTES].sum(axis=-1)
         if self._limited:
-            lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
+            room = self.problem.limit_bytes - loads[:, BYTES]
+            lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - room, 0.0)
             scores += self.penalty * lacking
         picked: list[Ints] = []
         if not self.problem.has_equal_ranks:
@@ -157,59 +150,17 @@ class Inserter:
             picked.append(count * block[:, None] + np.arange(count))
         return np.tile(which, len(picked)), np.concatenate(picked)
 
-    def _priced(
-        self, state: State, now: "_Sums", options: tuple[Option, ...], tried: _Tried
-    ) -> list[Insertion]:
+    def _priced(self, state: State, options: tuple[Option, ...], tried: _Tried) -> list[Insertion]:
         """Return the insertions of options with the same number of shards on the chosen ranks."""
-        which, ranks = self._ranks(now, tried)
+        which, ranks = self._ranks(state.loads, tried)
         numbers = [tried.numbers[n] for n in which.tolist()]
         moves = [Move(n, tuple(r)) for n, r in zip(numbers, ranks.tolist(), strict=True)]
         keys = np.array([state.new_keys(options[m.option], m.ranks) for m in moves])
         homes = tried.homes[which] + keys
-        shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 5]
-        if tried.by_rank:
-            after = now.loads + homes[:, None] * self.problem.slowness
-            after += self.problem.placed(shards, ranks)
-            most, squares = after.max(axis=1), np.square(after).sum(axis=1)
-        else:
-            most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most) + homes
-            # The home load changes the squares of all ranks, and the shard loads those of some.
-            squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
-            squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
-        ms = most[:, :BYTES].sum(axis=1)
-        even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / len(now.loads)).sum(axis=1)
-        goals = ms + EVENNESS * even
-        if self._limited:
-            held, room = homes[:, BYTES, None], now.room
-            goals += np.maximum(held - room, 0.0) @ self.penalty
-            more = np.maximum(held + shards[..., BYTES] - room[ranks], 0.0)
-            more -= np.maximum(held - room[ranks], 0.0)
-            goals += (more * self.penalty[ranks]).sum(axis=1)
-        values = zip(goals.tolist(), ms.tolist(), moves, strict=True)
-        return [Insertion(goal, step, move) for goal, step, move in values]
-
-
-class _Sums(NamedTuple):
-    """A state's loads [ranks, 5], and values derived from them that all insertions use."""
-
-    loads: Floats
-    most: Floats
-    total: Floats
-    squares: Floats
-    evenness: Floats  # [ranks]
-    room: Floats
-
-    @staticmethod
-    def of(state: State) -> "_Sums":
-        loads = state.loads
-        return _Sums(
-            loads=loads,
-            most=loads.max(axis=0),
-            total=loads.sum(axis=0),
-            squares=np.square(loads).sum(axis=0),
-            evenness=EVENNESS * loads[:, :BYTES].sum(axis=1),
-            room=state.problem.limit_bytes - loads[:, BYTES],
-        )
+        after = state.loads + homes[:, None] * self.problem.slowness
+        after += self.problem.placed(tried.shards[which], ranks)
+        goals = goal(self.problem, after, self.penalty).tolist()
+        return list(map(Insertion, goals, step_ms(after).tolist(), moves))
 
 
 def _by_count(
@@ -221,18 +172,7 @@ def _by_count(
         counts.setdefault(options[number].num_shards, []).append(number)
     tried: list[_Tried] = []
     for count, mine in counts.items():
-        chosen = [options[number] for number in mine]
-        if all(option.alike for option in chosen):
-            shards = np.array(
-                [
-                    option.shards.max(axis=0, initial=-np.inf if option.num_shards else 0.0)
-                    for option in chosen
-                ]
-            )[:, None]
-        else:
-            shards = np.array([option.shards for option in chosen])
-        homes = np.array([option.home for option in chosen])
-        alike = problem.has_equal_ranks and problem.ranks_per_link == 1
-        by_rank = not alike or bool((shards[..., :BYTES] < 0).any())
-        tried.append(_Tried(count, tuple(mine), shards, homes, by_rank))
+        shards = np.array([options[number].shards for number in mine])
+        homes = np.array([options[number].home for number in mine])
+        tried.append(_Tried(count, tuple(mine), shards, homes))
     return tried

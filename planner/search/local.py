@@ -92,7 +92,7 @@ class LocalSearch:
         if price.feasible:
             inserter = inserter.with_penalty(PENALTY * price.ms / self.problem.limit_bytes)
         balance(state, 10 * self.problem.num_tables)
-        current = goal(state, inserter.penalty)
+        current = float(goal(self.problem, state.loads, inserter.penalty))
         if state.price().rank < best_rank:
             best, best_rank = state.assignment(), state.price().rank
         used, first = 0, self.insertions
@@ -132,7 +132,7 @@ class LocalSearch:
             state.add(tables[place], ranked[self._place(len(ranked))].move)
         balance(state, STEPS)
         self.insertions += len(tables)
-        reached = goal(state, inserter.penalty)
+        reached = float(goal(self.problem, state.loads, inserter.penalty))
         if reached < limit:
             return reached
         changed = [(t, move) for t, move in enumerate(before) if move != state.moves[t]]

@@ -22,8 +22,6 @@ from sbpflow.errors import PlanError
 TIMES = ("work", *PHASES)  # the times in a load, in ms
 BYTES = len(TIMES)  # index of the bytes in a load
 NO_LIMIT = 1e18  # bytes
-# shards whose loads differ by at most this fraction are treated as equal when choosing ranks
-ALIKE = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +42,6 @@ class Option:
     @property
     def num_shards(self) -> int:
         return len(self.shards)
-
-    @property
-    def alike(self) -> bool:
-        """Return whether all shards have about the same load."""
-        shards = self.shards
-        return len(shards) < 2 or bool((np.ptp(shards, 0) <= ALIKE * np.abs(shards[0])).all())
 
 
 def step_ms(loads: Floats) -> Floats:

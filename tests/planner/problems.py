@@ -78,6 +78,8 @@ def check_insertions(problem):
         for insertion in inserter.ranked(state, table):
             state.add(table, insertion.move)
             assert insertion.ms == pytest.approx(state.price().ms, rel=1e-9)
-            assert insertion.goal == pytest.approx(goal(state, inserter.penalty), rel=1e-3)
+            assert insertion.goal == pytest.approx(
+                goal(problem, state.loads, inserter.penalty), rel=1e-3
+            )
             state.remove(table)
         state.add(table, before)
