@@ -25,6 +25,7 @@ from tests.embedding.cases import train as train_case
 from tests.embedding.own_exchange import two_hops
 from tests.embedding.own_exchange_group import TwoHopGroup
 from tests.embedding.test_equality import make_case, reference
+from tests.planner.problems import with_exchange
 from tests.planner.tasks import make_task
 from tests.repo.test_tree import PYTHON, name
 from tests.training.wdl_case import FIELDS, make_config, train
@@ -113,7 +114,7 @@ def test_own_exchange_is_priced_and_planned():
     with two_hops():
         assert hops in shapes_of(task, task.tables[0])
         cost = TaskCost(described("h100-dgx"), task)
-        problem = problem_of(cost, lambda shape: shape.exchange == "two_hops")
+        problem = with_exchange(problem_of(cost), "two_hops")
         plan = plan_of(task, problem, search(problem).assignment)
         assert {choice.shape for choice in plan.values()} == {hops}
         task.check(plan)

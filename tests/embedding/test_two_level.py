@@ -41,6 +41,7 @@ from tests.embedding.cases import train as train_case
 from tests.embedding.growing_case import GrowingCase
 from tests.embedding.test_equality import DEEP, OPTIMIZERS, WIDE, check
 from tests.embedding.test_mixes import KERNELS
+from tests.planner.problems import with_exchange
 from tests.planner.tasks import make_task
 from tests.training.test_lookahead import assert_same
 from tests.training.test_lookahead import train as train_ahead
@@ -358,7 +359,7 @@ def test_planner_prices_and_chooses_two_hops():
     profile = described("h100-dgx")
     slow = replace(profile.link, ranks_per_node=2, between_gb_per_s=0.00625)
     cost = TaskCost(replace(profile, link=slow), task)
-    problem = problem_of(cost, lambda shape: shape.exchange == "unique")
+    problem = with_exchange(problem_of(cost), "unique")
     plan = plan_of(task, problem, search(problem).assignment)
     assert {choice.shape for choice in plan.values()} == {hops}
     assert plan_of_tree(plan_tree(plan)) == plan

@@ -1,5 +1,6 @@
 """Defines small problems that can be enumerated."""
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -54,6 +55,12 @@ def make_problem(
         slowness=np.ones((num_ranks, 5)),
         ranks_per_link=ranks_per_link,
     )
+
+
+def with_exchange(problem, name):
+    """Return the problem in which all tables use this exchange."""
+    options = tuple(tuple(o for o in mine if o.shape.exchange == name) for mine in problem.options)
+    return replace(problem, options=options)
 
 
 def all_plans(problem):
