@@ -183,7 +183,8 @@ class Lookup:
         if self.offsets is None:
             bags = self.take(rows, at)
             return bags if self.weights is None else bags * self.weights.unsqueeze(1)
-        if at.numel() == 0:
+        # With several threads, ``embedding_bag`` fails for rows without columns.
+        if at.numel() == 0 or rows.shape[1] == 0:
             return rows.new_zeros(self.num_bags, rows.shape[1])
         return F.embedding_bag(
             at.to(torch.int64),
