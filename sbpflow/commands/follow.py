@@ -121,6 +121,8 @@ def _follow(
                     unpublished = ""
                 if newest != seen:
                     seen, due = newest, time.monotonic() + args.every_seconds
+        except BrokenPipeError:  # of stdout; ``until_nobody_reads`` ends the command
+            raise
         except OSError as error:  # of a full disk or of an object store, for example
             if is_over:
                 raise

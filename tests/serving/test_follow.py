@@ -1,6 +1,7 @@
 """Tests that bundles with deltas contain the same values as the run's checkpoints."""
 
 import errno
+import io
 import os
 import re
 import shutil
@@ -306,6 +307,18 @@ def test_follow_tries_again_after_a_full_disk(run, tmp_path, monkeypatch, caplog
     states = iter([True])
     with pytest.raises(OSError, match="No space left on device"):
         export(words)
+
+
+def test_follow_ends_if_nobody_reads_its_output(run, tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(follow, "_is_over", lambda run: False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("the export does not end"))
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        export(["--follow", str(run), "--output", str(tmp_path / "out")])
 
 
 def test_follow_prints_that_it_waits_for_a_folder(tmp_path, monkeypatch, capsys):
