@@ -39,7 +39,7 @@ class ModelVersion:
     ``stamp`` identifies the bundle's file; ``base`` is the digest of the bundle; ``last`` is the
     digest of the last delta or, without deltas, of the bundle; ``trained`` is the time of the
     values in seconds since 1970 (for a bundle, the time of its export). ``last_stamp`` identifies
-    the file of the last delta.
+    the file of the last delta; it is () without deltas, or if the file appeared while it was read.
     """
 
     model: Model
@@ -223,7 +223,7 @@ class Follower:
         damaged delta again, with the values of a later checkpoint.
         """
         folder = delta_folder(version.bundle, version.number)
-        if version.number and _stamp(folder / DELTA_FILE) not in ((), version.last_stamp):
+        if version.last_stamp and _stamp(folder / DELTA_FILE) not in ((), version.last_stamp):
             raise DataError(f"{folder} was written again after it was applied")
 
     def _stamps_of_next(self) -> object:

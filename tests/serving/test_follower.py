@@ -16,6 +16,7 @@ import pytest
 from benchmarks.serving_tools import Chain
 from sbpflow.errors import DataError
 from sbpflow.runtime.files.json_file import json_digest
+from sbpflow.serving import follower as module
 from sbpflow.serving.deltas import DeltaHead, DeltaWriter
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.scorer import BundleError, load
@@ -92,6 +93,21 @@ def test_a_damaged_delta_that_arrives_during_a_poll_is_rejected_once(chain, monk
     monkeypatch.setattr(follower, "_other_bundle", arrives)
     assert [follower.poll() for _ in range(3)] == [False] * 3
     assert events == ["delta_errors", "reloads"]
+
+
+def test_a_delta_that_arrives_when_it_is_read_is_applied_once(chain, monkeypatch):
+    follower, events = following(chain.bundle)
+    read, seeds = module.read_delta, [1]
+
+    def arrives(*args, **kwargs):
+        if seeds:
+            chain.write(seeds.pop())
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(module, "read_delta", arrives)
+    assert [follower.poll() for _ in range(3)] == [True, False, False]
+    assert events == ["deltas_applied"]
+    assert same(follower, chain)
 
 
 def test_a_delta_is_read_again_after_an_error_that_may_pass(chain, monkeypatch):
