@@ -149,8 +149,9 @@ class Group(ABC, Generic[BatchT]):
         """
         return None
 
+    @abstractmethod
     def exchange_ids(self, batch: BatchT) -> None:
-        """Use ``batch.counts`` to start sending the ids. By default, a group sends none itself."""
+        """Use ``batch.counts`` to start sending the ids, if the exchange sends any."""
 
     def next_round(self, batch: BatchT) -> None:
         """Receive the ids of the previous round, and count the ids to forward in round

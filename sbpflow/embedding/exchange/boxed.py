@@ -63,6 +63,9 @@ class AddressedGroup(Group[GroupInFlight]):
     ) -> GroupInFlight:
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
+    def exchange_ids(self, batch: GroupInFlight) -> None:
+        """Do nothing: the collection itself sends the ids of these groups."""
+
     def receive_ids(self, batch: GroupInFlight) -> None:
         if not self.members:
             return
