@@ -53,8 +53,8 @@ def embark(setting: Setting) -> Assignment:
 
 
 class _Placed(NamedTuple):
-    """A plan with its cost and the table of its costliest shard (-1 if all tables are copied). If
-    ``table`` does not fit or cannot be split in the given way, there is no plan.
+    """A plan with its cost and the table of its costliest shard (-1 if all tables are copied).
+    ``plan`` is None if ``table`` does not fit, or cannot be split as it should be.
     """
 
     cost: float

@@ -181,7 +181,7 @@ def look(world: World, folders: list[Path]):
     return ""
 
 
-def look_from_another_machine(world: World, folder: Path, look=look):
+def look_from_another_machine(world: World, folder: Path, look):
     """Call ``look`` with a separate disk at ``folder`` for rank 1, and return the message; return
     "refused: ..." on rank 1 if the system does not allow the mount.
     """
@@ -214,12 +214,19 @@ def _mount_over(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
-def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
-    messages = ranks(2, look_from_another_machine, memory)
+def seen_from_two_machines(ranks, folder: Path, look=look) -> list[str]:
+    """Return the messages of two ranks with separate disks at ``folder``; skip the test if the
+    system does not allow mounts.
+    """
+    messages = ranks(2, look_from_another_machine, folder, look)
     if messages[1].startswith("refused"):
         pytest.skip(messages[1])
-    for message in messages:
+    return messages
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace needs root")
+def test_machines_with_a_local_checkpoint_dir_are_named(ranks, memory):
+    for message in seen_from_two_machines(ranks, memory):
         assert f"dir: on ranks [1], {memory} is not the folder that rank 0 uses" in message
         assert "checkpoint.dir=/shared/runs/train" in message
     assert list(memory.iterdir()) == []
@@ -249,10 +256,7 @@ def test_machines_with_another_checkpoint_at_the_same_path_are_named(ranks, memo
         path.mkdir()
     publish(folder, partial, Index(step=1, run="0" * 12, tensors={}, files={}))
     assert ranks(2, resume, [folder, folder]) == ["", ""]
-    messages = ranks(2, look_from_another_machine, folder, resume)
-    if messages[1].startswith("refused"):
-        pytest.skip(messages[1])
-    for message in messages:
+    for message in seen_from_two_machines(ranks, folder, resume):
         assert f"on ranks [1], {folder / 'step-1'} is not the checkpoint that rank 0" in message
 
 

@@ -73,8 +73,8 @@ class BagShape:
         and use, or per sample if ``pooled``.
 
         The ids are [samples, columns] or, from lists, [n]; for lists, the second result is the
-        index of the use of each id. There are no offsets if every bag has one id, and no weights if
-        all are 1.
+        index of each id's use. The offsets are None if every bag has one id, and the weights are
+        None if all are 1.
         """
         if self._ragged:
             lists = self.lists(ids)
