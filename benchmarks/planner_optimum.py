@@ -86,6 +86,10 @@ class _Places:
             for of_table in keys
         ]
         self.loads = self.problem.key_loads[[key[0] for key in known]]
+        joins = sorted({key[0] for key in known if key[0] >= self.problem.first_join})
+        self.joins = {n: np.array([key[0] == n for key in known]) for n in joins}
+        for columns in self.joins.values():
+            self.loads[columns] = 0.0
 
     def priced(self, plans: Ints) -> tuple[Floats, Floats]:
         """Return the excess bytes and the ms of each of the plans ([N, tables])."""
@@ -95,6 +99,9 @@ class _Places:
             totals += added[plans[:, table]]
             present |= self.has[table][plans[:, table]]
         totals += (present @ self.loads)[:, None]
+        for join, columns in self.joins.items():
+            several = present[:, columns].sum(axis=1) > 1
+            totals += (several[:, None] * self.problem.key_loads[join])[:, None]
         excess = np.maximum(totals[..., BYTES] - self.problem.limit_bytes, 0.0).sum(axis=-1)
         return excess, step_ms(totals)
 

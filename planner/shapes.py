@@ -4,17 +4,19 @@ The shapes come from every exchange's ``cuts``: even cuts into one part per rank
 of parts that is a power of two. The search chooses the ranks of the parts.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
+from sbpflow.costs.counts import NUM_FEATURES
 from sbpflow.costs.prices import shared
 from sbpflow.embedding.plan.exchanges import EXCHANGES
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.work import base_work, shape_work
+from sbpflow.planner.costs.work import base_work, joins_work, shape_work
 from sbpflow.planner.search.problem import NO_LIMIT, Assignment, Key, Move, Option, Problem
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 
@@ -72,17 +74,19 @@ def problem_of(model: TaskCost, given: Plan | None = None) -> Problem:
             shapes.append(given[table.name].shape)
         names.append(table.name)
         options.append(tuple(_option(model, table, shape) for shape in shapes))
-    for key in present:
-        base += model.prices[key[0]]
+    key_loads = np.concatenate([model.prices, joins_work(task) @ model.prices])
+    for feature, number in Counter(feature for feature, _ in present).items():
+        base += key_loads[feature] * (number if feature < NUM_FEATURES else number > 1)
     return Problem(
         names=tuple(names),
         options=tuple(options),
         limit_bytes=np.array(task.device_bytes or (NO_LIMIT,) * size, dtype=np.float64),
-        key_loads=model.prices,
+        key_loads=key_loads,
         base=shared(base * model.slowness, model.ranks_per_link),
         present=tuple(present),
         slowness=model.slowness,
         ranks_per_link=model.ranks_per_link,
+        first_join=NUM_FEATURES,
     )
 
 

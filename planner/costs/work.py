@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from sbpflow.costs.counts import INDEX, INDEX_ITEM, NUM_FEATURES, Facts, Key, vector_of
+from sbpflow.costs.counts import (
+    INDEX,
+    INDEX_ITEM,
+    NUM_FEATURES,
+    Facts,
+    Key,
+    join_counts,
+    vector_of,
+)
 from sbpflow.costs.ids import Floats
 from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
 from sbpflow.embedding.cache.slot_planner import SLOT_BYTES
@@ -42,6 +50,15 @@ def base_work(task: Task) -> Floats:
             "buffer_bytes": samples * ((1 + task.lookahead) * 4 * ids + 2 * item * width),
         }
     )
+
+
+def joins_work(task: Task) -> Floats:
+    """Return the counts [outputs, F] of every rank for joining the parts of each output, if its
+    tables are in several groups.
+    """
+    samples = task.batch_size / task.world_size
+    joins = [join_counts(samples, output.width, task.dtype.itemsize) for output in task.outputs]
+    return np.array([vector_of(counts) for counts in joins])
 
 
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
@@ -112,6 +129,7 @@ def _keys(
     # As a string, because strings cache their hash.
     grows = table.growth is not None
     stored = (repr((table.dim, ragged, rule, table.kernel, grows, table.storage)),)
+    number = [each.name for each in task.outputs].index(output.name)
 
     @cache
     def keys(ranks: tuple[int, ...]) -> tuple[Key, ...]:
@@ -127,6 +145,7 @@ def _keys(
         result: list[tuple[Any, ...]] = [
             *((INDEX[name], group, number) for number, name in enumerate(exchange.calls)),
             (INDEX["num_stacks"], stack),
+            (NUM_FEATURES + number, group),
         ]
         if exchange.looks_up_all:
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))

@@ -22,7 +22,7 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 5  # increment if the same arguments would train a different planner
+VERSION = 6  # increment if the same arguments would train a different planner
 
 
 def path_of(name: str, like: TaskCost, seed: int) -> Path:

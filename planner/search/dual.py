@@ -377,5 +377,7 @@ def _shared(problem: Problem, option: Option) -> list[Key]:
     return [
         (feature, text.replace(repr(ranks), _RANKS) if ranks else text)
         for feature, text in option.keys(ranks)
-        if (feature, text) not in problem.present and problem.key_loads[feature, :BYTES].sum() > 0.0
+        if feature < problem.first_join
+        and (feature, text) not in problem.present
+        and problem.key_loads[feature, :BYTES].sum() > 0.0
     ]

@@ -113,7 +113,8 @@ class LocalSearch:
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
-            keys = sorted(state.present, key=repr)
+            first_join = self.problem.first_join
+            keys = sorted((key for key in state.present if key[0] < first_join), key=repr)
             key = keys[int(self.random.integers(len(keys)))]
             tables = [
                 table

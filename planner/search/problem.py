@@ -8,6 +8,8 @@ link have the mean of their transfers. The step time is the sum of the maxima of
 ranks. This module is pure arithmetic and does not use the engine.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +33,8 @@ class Option:
     ``shape`` names the option. The load ``shards[s]`` is added to the rank of shard s, and ``home``
     to every rank for the rank's own samples. A copied table has no shards; ``home`` contains the
     load of the copy. ``keys(ranks)`` names resources that tables can share (a group, a storage).
-    For each distinct key of a plan, the load ``Problem.key_loads[key[0]]`` is added to every rank.
+    For each distinct key of a plan, the load ``Problem.key_loads[key[0]]`` is added to every rank
+    (see ``Problem.first_join``).
     """
 
     shape: Hashable
@@ -58,6 +61,10 @@ class Problem:
     come from fixed parts, such as pinned tables. ``slowness`` [ranks, 5] contains the factors of
     the loads that options and keys add to a rank; ``base`` includes them. ``ranks_per_link``
     consecutive ranks share a link.
+
+    Features from ``first_join`` on are outputs, and their keys name an output's groups. Their load
+    is that of joining the parts of the groups, so it is added once if a plan has several of these
+    keys, and not for a single one.
     """
 
     names: tuple[str, ...]
@@ -68,6 +75,7 @@ class Problem:
     slowness: Floats = field(repr=False)
     ranks_per_link: int = 1
     present: tuple[Key, ...] = ()
+    first_join: int = sys.maxsize
 
     @property
     def num_tables(self) -> int:
@@ -151,6 +159,7 @@ class State:
         self.loads = problem.base.copy()
         self.moves: list[Move | None] = [None] * problem.num_tables
         self.present: dict[Key, int] = dict.fromkeys(problem.present, 1)
+        self._num_keys = Counter(feature for feature, _ in problem.present)
         self._key_sums: dict[tuple[int, ...], Floats] = {}  # by the features of new keys
         for table, move in enumerate(assignment):
             self.add(table, move)
@@ -160,6 +169,7 @@ class State:
         self._add(option, move.ranks, 1.0)
         for key in option.keys(move.ranks):
             self.present[key] = self.present.get(key, 0) + 1
+            self._num_keys[key[0]] += self.present[key] == 1
         self.moves[table] = move
 
     def remove(self, table: int) -> Move:
@@ -171,6 +181,7 @@ class State:
             self.present[key] -= 1
             if not self.present[key]:
                 del self.present[key]
+                self._num_keys[key[0]] -= 1
         self._add(option, move.ranks, -1.0)
         self.moves[table] = None
         return move
@@ -183,7 +194,12 @@ class State:
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
         """Return the total load [5] of the option's keys that are not yet in the plan."""
-        new = tuple(key[0] for key in option.keys(ranks) if key not in self.present)
+        first_join, num_keys = self.problem.first_join, self._num_keys
+        new = tuple(
+            key[0]
+            for key in option.keys(ranks)
+            if key not in self.present and (key[0] < first_join or num_keys[key[0]] == 1)
+        )
         if new not in self._key_sums:
             self._key_sums[new] = self.problem.key_loads[list(new)].sum(axis=0)
         return self._key_sums[new]

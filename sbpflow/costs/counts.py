@@ -167,6 +167,14 @@ class Facts:
         return {"reduced_bytes": sent if self.shares_state else 0.0}
 
 
+def join_counts(samples: float, width: int, item: int) -> Counts:
+    """Return what a rank copies to join the parts of several groups into one output [samples,
+    width] with items of this size, and to split its gradient: the output is joined (read and
+    written), its columns are reordered, and the gradient is split.
+    """
+    return {"copied_bytes": 5.0 * samples * width * item}
+
+
 def vector_of(counts: Counts) -> Floats:
     """Return the counts of all ``FEATURES`` as an array [F]; missing counts are 0."""
     values = np.zeros(NUM_FEATURES)

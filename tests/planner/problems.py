@@ -57,6 +57,21 @@ def make_problem(
     )
 
 
+def with_joins(problem) -> Problem:
+    """Return the problem in which plans with several groups also pay three times a group's load."""
+
+    def joined(one):
+        keys = one.keys(())
+        return replace(one, keys=keys_of(*keys, *((1, text) for _, text in keys)))
+
+    return replace(
+        problem,
+        options=tuple(tuple(map(joined, mine)) for mine in problem.options),
+        key_loads=np.concatenate([KEY_LOADS, 3 * KEY_LOADS]),
+        first_join=1,
+    )
+
+
 def with_exchange(problem, name):
     """Return the problem in which all tables use this exchange."""
     options = tuple(tuple(o for o in mine if o.shape.exchange == name) for mine in problem.options)

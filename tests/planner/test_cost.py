@@ -18,6 +18,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost, count_work
 from sbpflow.planner.costs.profile import ERROR, Link, Profile, default_path, load
+from sbpflow.planner.costs.work import shape_work
 from sbpflow.planner.search.problem import price_of
 from sbpflow.planner.shapes import assignment_of, problem_of
 from sbpflow.planner.task import (
@@ -60,6 +61,25 @@ def test_memory_and_groups_equal_the_engines_plan(seed):
     )
     assert groups == len(engine.groups)
     assert totals[0, INDEX["num_stacks"]] == sum(len(group.stacks) for group in engine.groups)
+
+
+def test_an_output_of_several_groups_is_joined_once():
+    task = make_task(rows=(400, 500, 600))
+    whole = {f"t{n}": Choice(Shape("B", "columns"), (n,)) for n in range(3)}
+    copied, unique = every_shape()[0], every_shape()[4]
+    plans = {1: whole, 2: {**whole, "t1": copied}, 3: {**whole, "t1": copied, "t2": unique}}
+    samples, width = task.batch_size / task.world_size, task.outputs[0].width
+    for groups, plan in plans.items():
+        assert len(embedding_plan(task, plan).groups) == groups
+        copied_bytes = count_work(task, plan)[0, INDEX["copied_bytes"]]
+        for table in task.tables:
+            option = shape_work(task, table, plan[table.name].shape)
+            shards = dict(zip(plan[table.name].ranks, option.shards, strict=False))
+            copied_bytes -= (option.home + shards.get(0, 0.0))[INDEX["copied_bytes"]]
+        assert copied_bytes == pytest.approx((groups > 1) * 5 * samples * width * 4)
+        problem = problem_of(price(task=task))
+        ms = price_of(problem, assignment_of(problem, plan)).ms
+        assert ms == pytest.approx(price(task=task).predict(plan).step_ms)
 
 
 def test_cached_tables_take_memory_for_the_planning_of_their_slots():

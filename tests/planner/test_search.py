@@ -31,6 +31,7 @@ from tests.planner.problems import (
     check_insertions,
     make_problem,
     option,
+    with_joins,
 )
 from tests.planner.tasks import make_task
 from tests.quick import quick
@@ -215,6 +216,22 @@ def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
     planned = make_plan("auto", TaskCost(profile, replace(task, device_bytes=(int(even),) * 4)))
     assert planned.priced.feasible
     assert planned.priced.ms < (ms + ms_without) / 2
+
+
+def test_a_plan_of_several_groups_pays_for_joining_their_parts_once():
+    plain = make_problem(5, 3, seed=2, slack=1.5)
+    problem = with_joins(plain)
+    best = np.inf
+    for plan in all_plans(problem):
+        kinds = {problem.options[t][move.option].keys(())[0] for t, move in enumerate(plan)}
+        ms = price_of(plain, plan).ms + 0.9 * (len(kinds) > 1)
+        priced = price_of(problem, plan)
+        assert priced.ms == pytest.approx(ms)
+        if priced.feasible:
+            best = min(best, ms)
+    assert bound(problem, 2 * best).ms <= best * (1 + 1e-9)
+    assert search(problem, insertions=SMALL).priced.ms == pytest.approx(best)
+    check_insertions(problem)
 
 
 def test_a_plan_may_be_many_times_slower_than_the_bound():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, vector_of
+from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, join_counts, vector_of
 from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
 from sbpflow.costs.prices import Price, price_of, transfer_ms
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
@@ -18,10 +18,6 @@ from sbpflow.embedding.plan.group_plan import Exchange
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
-
-# Number of passes over an output of several groups: to join their parts, reorder columns, and split
-# the gradient.
-JOIN_PASSES = 5
 
 
 def price_plan(
@@ -107,8 +103,8 @@ def plan_totals(
     totals[:, INDEX["num_id_calls"]] = bool(plan.sent_columns) + bool(plan.sent_lists)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:
-            joined = batch_size / plan.world.size * output.width * plan.dtype.itemsize
-            totals[:, INDEX["copied_bytes"]] += JOIN_PASSES * joined
+            samples = batch_size / plan.world.size
+            totals += vector_of(join_counts(samples, output.width, plan.dtype.itemsize))
     return totals
 
 
