@@ -17,7 +17,7 @@ from sbpflow.planner.search.problem import Problem
 CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
 ROOT_ROUNDS = 400
 BRANCH_ROUNDS = 20
-WORK = 600_000  # maximum number of branches times options; limits the time for large problems
+WORK = 1_200_000  # maximum number of branches times options; limits the time for large problems
 MOST_BRANCHES = 400
 
 
