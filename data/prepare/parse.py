@@ -1,5 +1,5 @@
 """Parse text lines to typed columns. Clean pieces are parsed fast, by Polars or a compiled loop;
-from other pieces, the bad lines are first removed.
+other pieces are parsed by ``data.prepare.csv_text``, which sorts out the bad lines.
 
 A piece consists of whole lines of the input. Bad lines are counted by reason; values are never
 repaired or guessed. Hex categories become uint32 values, other categories become 64-bit keys, and
@@ -7,21 +7,19 @@ empty cells become null.
 """
 
 import io
-import re
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
 
 from sbpflow.data.compiled import find_loops
-from sbpflow.data.format.schema import Kind, Schema
+from sbpflow.data.format.schema import Schema
 from sbpflow.data.prepare.cells import LABELS
-from sbpflow.data.prepare.csv_text import count_byte, is_utf8
+from sbpflow.data.prepare.csv_text import count_byte, is_utf8, parse_table
 from sbpflow.data.prepare.keys import key_expression, with_string_keys
-from sbpflow.data.prepare.piece import BLANK, BadLines, Piece
-from sbpflow.errors import DataError
-from sbpflow.serving.cells import EXPECTED, INTEGER_PATTERN, KEY_PATTERNS
+from sbpflow.data.prepare.piece import BadLines, Piece
+from sbpflow.serving.cells import INTEGER_PATTERN, KEY_PATTERNS
 
-_BLOCK_LINES = 1000
 _MIN_COMPILED_BYTES = 1 << 22
 """Minimum size of a piece, in bytes, for which the compiled loop saves time"""
 
@@ -30,19 +28,15 @@ def parse_piece(text: bytes, schema: Schema) -> Piece:
     """Parse a piece of whole lines, the last of which may lack a newline."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
-    if b"\r" in text:
-        text = text.replace(b"\r\n", b"\n")
-    num_lines = count_byte(text, "\n")
-    frame = _by_loop(text, num_lines, schema)
+    lines = text.replace(b"\r\n", b"\n") if b"\r" in text else text
+    num_lines = count_byte(lines, "\n")
+    frame = _by_loop(lines, num_lines, schema)
     if frame is None:
-        frame = _parse_clean(text, num_lines, schema)
+        frame = _parse_clean(lines, num_lines, schema)
     if frame is not None:
         return Piece(frame, num_lines, BadLines())
-    good, bad = _sort_out(text.split(b"\n")[:-1], schema)
-    frame = _parse_clean(good, good.count(b"\n"), schema, checked=True)
-    if frame is None:
-        raise DataError("lines that pass the strict check do not parse; this is a bug in sbpflow")
-    return Piece(frame, num_lines, bad)
+    piece = parse_table(text, schema.columns, schema)
+    return replace(piece, label_cells=[])  # advice on label rules is for other schemas
 
 
 def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
@@ -75,13 +69,11 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
     )
 
 
-def _parse_clean(
-    text: bytes, num_lines: int, schema: Schema, checked: bool = False
-) -> pl.DataFrame | None:
+def _parse_clean(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
     """Parse a clean piece. Return None if the piece may contain a bad line."""
     if not text:
         return _typed(pl.DataFrame(schema=_text_types(schema)), schema)
-    if not checked and not _shape_fits(text, num_lines, schema):
+    if not _shape_fits(text, num_lines, schema):
         return None
     try:
         frame = pl.read_csv(
@@ -95,7 +87,7 @@ def _parse_clean(
         return None
     if len(frame) != num_lines or frame[schema.label].null_count():
         return None
-    if not checked and not _dense_fits(text, schema):
+    if not _dense_fits(text, schema):
         return None
     # All columns are evaluated in one call, because each Polars call costs a round trip to its
     # threads.
@@ -157,68 +149,3 @@ def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
     ]
     strings = [n for n, k in zip(schema.sparse, schema.kinds, strict=True) if k == "string"]
     return with_string_keys(frame.select(columns), strings)
-
-
-def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
-    """Return the concatenated good lines, and the bad lines, each with the first reason that
-    applies.
-    """
-    bad = BadLines()
-    good: list[bytes] = []
-    for start in range(0, len(lines), _BLOCK_LINES):
-        block = lines[start : start + _BLOCK_LINES]
-        text = b"".join(line + b"\n" for line in block)
-        if _parse_clean(text, len(block), schema) is not None:
-            good.append(text)
-            continue
-        for number, line in enumerate(block, start):
-            fault = _fault(line, schema)
-            if fault is None:
-                good.append(line + b"\n")
-            else:
-                bad.add(number, fault[0], line, fault[1])
-    return b"".join(good), bad
-
-
-def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
-    """Return None for a good line, or else the reason that the line is bad and its bad cell ("" if
-    no single cell is bad).
-
-    The check of a single line is strict but slow.
-    """
-    if not line:
-        return BLANK, ""
-    try:
-        cells = line.decode("utf-8").split(schema.separator)
-    except UnicodeDecodeError:
-        return "broken encoding", ""
-    if b"\r" in line:
-        return "stray carriage return", ""
-    if len(cells) != len(schema.columns):
-        return f"{len(cells)} fields instead of {len(schema.columns)}", ""
-    row = dict(zip(schema.columns, cells, strict=True))
-    if row[schema.label] not in LABELS:
-        rule = "is not 0 or 1" if row[schema.label] else "is missing"
-        return f"{schema.label} {rule}", row[schema.label]
-    for name in schema.dense:
-        if row[name] and not _is_int32(row[name]):
-            return f"{name} is not a 32-bit integer", row[name]
-    for name, kind in zip(schema.sparse, schema.kinds, strict=True):
-        if row[name] and not _fits(kind, row[name]):
-            return f"{name} is not {EXPECTED[kind]}", row[name]
-    return None
-
-
-def _fits(kind: Kind, cell: str) -> bool:
-    """Return True if a cell is a category of ``kind``; integers must fit into 64 bits."""
-    if kind not in KEY_PATTERNS:
-        return True
-    if not re.fullmatch(KEY_PATTERNS[kind], cell):
-        return False
-    digits = cell.lstrip("-0") or "0"
-    return kind == "hex" or int(digits) < 2**63 + cell.startswith("-")
-
-
-def _is_int32(cell: str) -> bool:
-    match = re.fullmatch(INTEGER_PATTERN, cell)
-    return match is not None and -(2**31) <= int(match[1] + match[2]) < 2**31

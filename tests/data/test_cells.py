@@ -1,5 +1,6 @@
 """Tests that the meaning of a cell does not depend on neighboring rows, in text and in Parquet."""
 
+from dataclasses import replace
 from decimal import Decimal
 
 import polars as pl
@@ -58,10 +59,27 @@ def test_blanks_in_string_categories_do_not_slow_a_piece(monkeypatch):
     def slow(*_):
         raise AssertionError("line by line")
 
-    monkeypatch.setattr("sbpflow.data.prepare.parse._sort_out", slow)
+    monkeypatch.setattr("sbpflow.data.prepare.parse.parse_table", slow)
     piece = parse_piece(b"1,2,3,two words\n0,-2,,a\tb\n1, 5,+6, \n", COMMAS)
     assert piece.frame["d"].to_list() == [2, -2, 5]
     assert piece.bad.total == 0
+
+
+def is_good(integer, category="", kind="integer"):
+    schema = replace(COMMAS, kinds=(kind,))
+    return parse_piece(f"1,{integer},,{category}\n".encode(), schema).bad.total == 0
+
+
+def test_very_long_integers_are_checked_without_converting_them():
+    assert not is_good("9" * 5000)
+    assert is_good("0" * 5000 + "7")
+    assert is_good("-2147483648")
+    assert not is_good("2147483648")
+    assert is_good("", "9223372036854775807")
+    assert is_good("", "-9223372036854775808")
+    assert not is_good("", "9223372036854775808")
+    assert not is_good("", "+5")
+    assert not is_good("", "1234567", "hex")
 
 
 CELLS = ["5", "+5", "-5", " 5", "5 ", " ", "", "1e1", "1.0", "007", "0x5", "nan", "inf", "-0",
