@@ -9,12 +9,12 @@ defines the regions.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
@@ -22,30 +22,13 @@ from sbpflow.runtime.ranks.world import World
 WARM_UP_STEPS = 3  # must cover the batches whose buffer values a TorchModel compares
 
 
-class Inputs(Protocol):
-    """The interface of a region's inputs for one batch."""
-
-    def tensors(self) -> list[Tensor | None]:
-        """Return all tensors in device memory, always in the same order."""
-        ...
-
-    def new_like(self) -> Self:
-        """Return uninitialized inputs with the same shapes."""
-        ...
-
-    def take_gradients(self, source: Self) -> None:
-        """Set the gradients of these inputs to those that the region computed for ``source``."""
-        ...
-
-
-InputsT = TypeVar("InputsT", bound=Inputs)
-
-
 @dataclass(slots=True, kw_only=True)
-class DenseInputs:
-    """This rank's inputs to the dense part for a global batch of ``batch_size`` rows.
+class StepInputs:
+    """This rank's inputs to a region, for a global batch of ``batch_size`` rows.
 
-    ``vectors`` maps names to embedding outputs, which are leaf tensors that require gradients.
+    ``vectors`` maps names to embedding outputs, which are leaf tensors that require gradients. A
+    region that starts by reading rows has none, but has ``rows``: a batch whose ids have arrived
+    (``EmbeddingCollection.arrive``). ``step`` is the job's step number, counted from 1.
     """
 
     batch_size: int
@@ -53,13 +36,18 @@ class DenseInputs:
     dense: Tensor
     weights: Tensor | None
     vectors: Mapping[str, Tensor]
+    rows: EmbeddingsInFlight | None
+    step: int
 
     def tensors(self) -> list[Tensor | None]:
-        return [self.labels, self.dense, self.weights, *self.vectors.values()]
+        """Return all tensors in device memory, always in the same order."""
+        of_rows = [] if self.rows is None else self.rows.lookup_tensors()
+        return [self.labels, self.dense, self.weights, *self.vectors.values(), *of_rows]
 
-    def new_like(self) -> "DenseInputs":
-        return DenseInputs(
-            batch_size=self.batch_size,
+    def new_like(self) -> "StepInputs":
+        """Return uninitialized inputs with the same shapes."""
+        return replace(
+            self,
             labels=torch.empty_like(self.labels),
             dense=torch.empty_like(self.dense),
             weights=None if self.weights is None else torch.empty_like(self.weights),
@@ -67,22 +55,19 @@ class DenseInputs:
                 name: torch.empty_like(vectors).requires_grad_()
                 for name, vectors in self.vectors.items()
             },
+            rows=None if self.rows is None else self.rows.new_like(),
         )
-
-    def take_gradients(self, source: "DenseInputs") -> None:
-        for name, vectors in self.vectors.items():
-            vectors.grad = source.vectors[name].grad
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured(Generic[InputsT]):
+class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: InputsT
+    inputs: StepInputs
     gradients: list[Tensor | None]  # gradients of the leaves
     results: tuple[Tensor, ...]
 
 
-class Graphs(Generic[InputsT]):
+class Graphs:
     """Runs the function ``work(inputs, seed)``, which returns a tuple of results, as CUDA graphs.
 
     ``leaves`` are the tensors, other than the inputs, that receive gradients. Before each replay,
@@ -91,21 +76,21 @@ class Graphs(Generic[InputsT]):
 
     def __init__(
         self,
-        work: Callable[[InputsT, int], tuple[Tensor, ...]],
+        work: Callable[[StepInputs, int], tuple[Tensor, ...]],
         leaves: Sequence[Tensor],
         world: World,
         *,
-        prepare: Callable[[InputsT], object] | None = None,
+        prepare: Callable[[StepInputs], object],
     ) -> None:
         self._work, self._prepare, self._leaves = work, prepare, leaves
         self.warm_up_steps = WARM_UP_STEPS
         self._world = world
         self._stream = torch.cuda.Stream(world.device)
         self._draws = KeptDraws()
-        self._captured: dict[object, _Captured[InputsT]] = {}
+        self._captured: dict[object, _Captured] = {}
         self._runs: dict[object, int] = {}
 
-    def run(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
+    def run(self, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
         """Return the results of ``work``; set the gradients that ``work`` computes for leaves and
         inputs.
 
@@ -130,7 +115,7 @@ class Graphs(Generic[InputsT]):
         """
         self._captured, self._runs = {}, {}
 
-    def _run_uncaptured(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
+    def _run_uncaptured(self, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
         """Run ``work`` op by op on the capture stream; the current stream waits for the capture
         stream.
         """
@@ -141,7 +126,7 @@ class Graphs(Generic[InputsT]):
         current.wait_stream(self._stream)
         return results
 
-    def _capture(self, inputs: InputsT, seed: int) -> _Captured[InputsT]:
+    def _capture(self, inputs: StepInputs, seed: int) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         for leaf in self._leaves:
             leaf.grad = None
@@ -162,17 +147,15 @@ class Graphs(Generic[InputsT]):
             ) from error
         return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], results)
 
-    def _replay(
-        self, captured: _Captured[InputsT], inputs: InputsT, seed: int
-    ) -> tuple[Tensor, ...]:
+    def _replay(self, captured: _Captured, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
         _copy(captured.inputs, inputs)
-        if self._prepare is not None:
-            self._prepare(inputs)
+        self._prepare(inputs)
         with self._draws.replaying(self._world.device, seed):
             captured.graph.replay()
         for leaf, gradient in zip(self._leaves, captured.gradients, strict=True):
             leaf.grad = gradient
-        inputs.take_gradients(captured.inputs)
+        for name, vectors in inputs.vectors.items():
+            vectors.grad = captured.inputs.vectors[name].grad
         # Copy the results, because the next replay overwrites them.
         return tuple(result.clone() for result in captured.results)
 
@@ -187,7 +170,7 @@ class Graphs(Generic[InputsT]):
             world.draws, self._draws.capturing = before, False
 
 
-def _copy(target: Inputs, source: Inputs) -> None:
+def _copy(target: StepInputs, source: StepInputs) -> None:
     """Copy all tensors in one call to a private torch function; torch has no public one."""
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]

@@ -7,43 +7,20 @@ part is captured.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training.clipping import Clipper
-from sbpflow.training.cuda_graph import DenseInputs, Graphs
+from sbpflow.training.cuda_graph import Graphs, StepInputs
 from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE
 
 # A function of inputs and a random seed that returns this rank's loss term [1] and sets the
 # gradients of the leaf tensors.
-DensePass = Callable[[DenseInputs, int], Tensor]
-
-
-@dataclass(slots=True, kw_only=True)
-class StepInputs:
-    """A batch whose ids have arrived (``EmbeddingCollection.arrive``); ``dense`` has no vectors
-    yet. ``step`` is the job's step number, counted from 1.
-    """
-
-    dense: DenseInputs
-    rows: EmbeddingsInFlight
-    step: int
-
-    def tensors(self) -> list[Tensor | None]:
-        return [*self.dense.tensors(), *self.rows.lookup_tensors()]
-
-    def new_like(self) -> "StepInputs":
-        return StepInputs(dense=self.dense.new_like(), rows=self.rows.new_like(), step=self.step)
-
-    def take_gradients(self, source: "StepInputs") -> None:
-        """Do nothing, because the step has already applied the gradients of the vectors to the
-        rows.
-        """
+DensePass = Callable[[StepInputs, int], Tensor]
 
 
 class GraphedStep:
@@ -69,13 +46,9 @@ class GraphedStep:
             capturable = all(group.get("capturable") for group in optimizer.param_groups)
             clipped_later = clipper is not None and bool(self.why_not_all)
             self._optimizer = optimizer if capturable and not clipped_later else None
-        self._all: Graphs[StepInputs] | None = None
-        self._dense: Graphs[DenseInputs] | None = None
-        if self.why_not_all:
-            self._dense = Graphs(self._run_dense, leaves, world)
-        else:
+        if not self.why_not_all:
             embeddings.keep_numbers()
-            self._all = Graphs(self._run_all, leaves, world, prepare=self._write_numbers)
+        self._graphs = Graphs(self._run, leaves, world, prepare=self._write_numbers)
 
     @property
     def updates_dense(self) -> bool:
@@ -89,12 +62,12 @@ class GraphedStep:
         While a before-update hook is installed, the result is False, because graphs cannot call
         hooks.
         """
-        return self._all is not None and not self._embeddings.is_watched
+        return not self.why_not_all and not self._embeddings.is_watched
 
     @property
     def takes_vectors(self) -> bool:
         """Return whether graphs start from the embedding vectors."""
-        return self._dense is not None
+        return bool(self.why_not_all)
 
     @property
     def warm_up_steps(self) -> int:
@@ -121,55 +94,39 @@ class GraphedStep:
             )
         return f"the whole step after sorting the ids is replayed{optimizer}"
 
-    def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:
-        """Return the loss term [1], and set the gradients of the vectors and, unless
-        ``updates_dense``, of the leaves.
+    def run(self, inputs: StepInputs, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Run the graph that starts at the rows or, without ``inputs.rows``, at the vectors.
+
+        Returns the loss term [1] and, if the graph clips, the gradient norm. A graph that starts at
+        the vectors sets their gradients and, unless ``updates_dense``, those of the leaves. Raises
+        DataError for out-of-range ids before anything changes.
         """
-        if self._dense is None:
-            raise RuntimeError("run_dense needs graphs that start at the vectors")
-        return self._dense.run(inputs, seed)[0]
+        if inputs.rows is not None:
+            self._embeddings.check_late()
+        term, *norm = self._graphs.run(inputs, seed)
+        return term, norm[0] if norm else None
 
-    def run_all(self, inputs: StepInputs, seed: int) -> tuple[Tensor, Tensor | None]:
-        """Run a whole step; return the loss term [1], and the gradient norm if the step clips.
-
-        Raises DataError for out-of-range ids before anything changes.
-        """
-        if self._all is None:
-            raise RuntimeError("run_all needs graphs that start at the rows")
-        self._embeddings.check_late()
-        results = self._all.run(inputs, seed)
-        return results[0], results[1] if self._clipper is not None else None
-
-    @property
-    def _graphs(self) -> Graphs[StepInputs] | Graphs[DenseInputs]:
-        graphs = self._all or self._dense
-        if graphs is None:
-            raise RuntimeError("no graphs")
-        return graphs
-
-    def _run_dense(self, inputs: DenseInputs, seed: int) -> tuple[Tensor, ...]:
-        term = self._work(inputs, seed)
-        if self._optimizer is not None:
-            self._optimizer.step()
-        return (term,)
-
-    def _run_all(self, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
-        rows, batch = self._embeddings, inputs.rows
-        rows.read(batch)
-        results = [self._work(replace(inputs.dense, vectors=rows.gather_outputs(batch)), seed)]
-        rows.send_grads(batch)
-        rows.receive_grads(batch)
-        if self._clipper is not None:
-            results.append(self._clipper.clip())
-        rows.apply(inputs.step)
+    def _run(self, inputs: StepInputs, seed: int) -> tuple[Tensor, ...]:
+        tables, rows = self._embeddings, inputs.rows
+        if rows is None:
+            results = [self._work(inputs, seed)]
+        else:
+            tables.read(rows)
+            results = [self._work(replace(inputs, vectors=tables.gather_outputs(rows)), seed)]
+            tables.send_grads(rows)
+            tables.receive_grads(rows)
+            if self._clipper is not None:
+                results.append(self._clipper.clip())
+            tables.apply(inputs.step)
         if self._optimizer is not None:
             self._optimizer.step()
         return tuple(results)
 
     def _write_numbers(self, inputs: StepInputs) -> None:
-        self._embeddings.write_numbers(inputs.step)
+        if inputs.rows is not None:
+            self._embeddings.write_numbers(inputs.step)
 
 
-# The moves of a batch and of a step that ``run_all`` includes.
+# The moves of a batch and of a step that the graph of a whole step includes.
 OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

@@ -37,9 +37,9 @@ from sbpflow.tensor.gradient_sync import (
 )
 from sbpflow.training.batch import Batch, check_batch, event_time
 from sbpflow.training.clipping import Clipper
-from sbpflow.training.cuda_graph import DenseInputs
+from sbpflow.training.cuda_graph import StepInputs
 from sbpflow.training.dense_part import DensePart
-from sbpflow.training.graphed_step import OF_BATCH, OF_STEP, GraphedStep, StepInputs
+from sbpflow.training.graphed_step import OF_BATCH, OF_STEP, GraphedStep
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.losses import PLAIN, backward, row_losses
 from sbpflow.training.move_times import MoveTimes, MoveWatch
@@ -352,25 +352,24 @@ class Trainer:
 
     def _forward(self, flight: _BatchInFlight) -> None:
         batch, seed, graphs = flight.batch, self._mask_seed(flight.number), self.graphs
-        inputs = DenseInputs(
+        inputs = StepInputs(
             batch_size=batch.batch_size,
             labels=batch.labels,
             dense=batch.dense,
             weights=getattr(batch, "weights", None),
             vectors=flight.vectors,
+            rows=flight.started if self._done else None,
+            step=self.num_steps,
         )
-        if graphs is not None and self._done:
-            whole = StepInputs(dense=inputs, rows=flight.started, step=self.num_steps)
-            flight.term, self.gradient_norm = graphs.run_all(whole, seed)
-            self._updated = graphs.updates_dense
-        elif graphs is not None and graphs.takes_vectors and self._is_planned(flight):
-            flight.term = graphs.run_dense(inputs, seed)
+        takes_vectors = graphs is not None and graphs.takes_vectors and self._is_planned(flight)
+        if graphs is not None and (self._done or takes_vectors):
+            flight.term, self.gradient_norm = graphs.run(inputs, seed)
             self._updated = graphs.updates_dense
         else:
             loss = self._loss_of(inputs, seed)
             flight.loss = loss if flight.share == 1.0 else ops.scale(loss, flight.share)
 
-    def _loss_of(self, inputs: DenseInputs, seed: int) -> GlobalTensor:
+    def _loss_of(self, inputs: StepInputs, seed: int) -> GlobalTensor:
         batch_size = inputs.batch_size
         labels = self._home(inputs.labels.unsqueeze(1), batch_size)
         as_planned = batch_size == self._planned_size
