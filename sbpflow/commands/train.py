@@ -249,7 +249,7 @@ def _fit(
     from sbpflow.training.report import Report
     from sbpflow.training.trackers import open_trackers
 
-    boxing, world = job.boxing, job.boxing.world
+    boxing, world, traced = job.boxing, job.boxing.world, config.train.profile
     with Report(
         config,
         rank=world.rank,
@@ -285,7 +285,7 @@ def _fit(
                 watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
                 reporter=_reporters(config, job, report, tracker, opened),
                 checkpoints=checkpoints,
-                profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
+                profiler=StepProfiler(*traced, config.run.dir, world) if traced else None,
             )
             health.check_replicas(job.copies, job.embeddings, boxing)
             notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}

@@ -355,14 +355,14 @@ def _watched(
     """Time the moves of the step; also trace them if ``profiler`` traces this step. Starting and
     writing a trace can take seconds, which ``pace`` excludes.
     """
-    trainer.move_watch = times
+    trainer.move_watch = times.move
     if profiler is None:
         yield
         return
     if profiler.starts_at(step):
         with pace.paused():
             profiler.start()
-    with profiler.step(step, times) as trainer.move_watch:
+    with profiler.step(step, times.move) as trainer.move_watch:
         yield
     if step == profiler.last:
         with pace.paused():

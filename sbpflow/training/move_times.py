@@ -8,10 +8,11 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -19,16 +20,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 from sbpflow.runtime.files.run_folder import TRACE_FILE
 from sbpflow.runtime.ranks.world import World
+from sbpflow.training.step_schedule import MoveWatch
 
 LOG = logging.getLogger(__name__)
-
-
-class MoveWatch(Protocol):
-    """The interface of an object whose ``move`` wraps every move of a step."""
-
-    def move(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager for the move ``name``."""
-        ...
 
 
 class MoveTimes:
@@ -75,31 +69,22 @@ class StepProfiler:
         self.first, self.last = first, last
         self.path = folder / TRACE_FILE.format(rank=world.rank)
         self._world = world
-        self._step = 0
         self._traffic: list[_MoveTraffic] = []
         self._profile: profile | None = None
         self._log_was_enabled = False
-
-    @staticmethod
-    def of(steps: tuple[int, int] | None, folder: Path, world: World) -> "StepProfiler | None":
-        """Return a profiler for ``steps``, the value of ``train.profile``, or ``None`` if ``steps``
-        is None.
-        """
-        return None if steps is None else StepProfiler(*steps, folder, world)
 
     def starts_at(self, step: int) -> bool:
         """Return whether ``step``, which comes next, is the first traced step of this process."""
         return self._profile is None and self.first <= step <= self.last
 
     @contextmanager
-    def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
+    def step(self, step: int, watch: MoveWatch) -> Generator[MoveWatch]:
         """Trace training step ``step`` if it is in range; yield the watch for the step's moves."""
         if not self.first <= step <= self.last:
-            yield times
+            yield watch
             return
-        self._step = step
         with record_function(f"step {step}"):
-            yield _Traced(self, times)
+            yield partial(self._traced, step, watch)
 
     def close(self) -> None:
         """Write the trace, even if the run ended before step ``last``."""
@@ -134,11 +119,11 @@ class StepProfiler:
         self._profile.start()
 
     @contextmanager
-    def traced(self, name: str) -> Generator[None]:
-        """Record the move ``name`` of the current step, with the transfers that it starts."""
+    def _traced(self, step: int, watch: MoveWatch, name: str) -> Generator[None]:
+        """Record the move ``name`` of ``step``, with the transfers that it starts."""
         records = self._world.log.records
         before = len(records)
-        with record_function(name):
+        with watch(name), record_function(name):
             yield
         transfers = [
             {
@@ -149,19 +134,7 @@ class StepProfiler:
             }
             for record in records[before:]
         ]
-        self._traffic.append(_MoveTraffic(name, self._step, transfers))
-
-
-class _Traced:
-    """A ``MoveWatch`` that measures the time of every move and also traces the move."""
-
-    def __init__(self, profiler: StepProfiler, times: MoveWatch) -> None:
-        self._profiler, self._times = profiler, times
-
-    @contextmanager
-    def move(self, name: str) -> Generator[None]:
-        with self._times.move(name), self._profiler.traced(name):
-            yield
+        self._traffic.append(_MoveTraffic(name, step, transfers))
 
 
 def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> None:

@@ -141,6 +141,8 @@ class BatchInFlight:
 
 
 BatchT = TypeVar("BatchT", bound=BatchInFlight)
+MoveWatch = Callable[[str], AbstractContextManager[object]]
+"""A function that returns a context manager for the move of a name"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ class StepSchedule:
         window: Sequence[BatchT],
         lookahead: int,
         world: World,
-        watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        watch: MoveWatch = nullcontext,
     ) -> None:
         """Make the moves of one step over ``batches``; ``window`` contains the announced batches
         after ``batches``.
@@ -333,12 +335,7 @@ def _of(distance: int, name: str) -> str:
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
 
 
-def _call(
-    move: Move,
-    watch: Callable[[str], AbstractContextManager[None]],
-    function: Callable[..., None],
-    *args: object,
-) -> None:
+def _call(move: Move, watch: MoveWatch, function: Callable[..., None], *args: object) -> None:
     """Make a move; add a note with the move's name to any error that it raises."""
     try:
         with watch(move.name):

@@ -8,6 +8,7 @@ then exchanged during earlier steps. The loss is reduced together with the dense
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -42,7 +43,6 @@ from sbpflow.training.dense_part import DensePart
 from sbpflow.training.graphed_step import OF_BATCH, OF_STEP, GraphedStep
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.losses import PLAIN, backward, row_losses
-from sbpflow.training.move_times import MoveTimes, MoveWatch
 from sbpflow.training.step_schedule import (
     CLIP,
     EARLY,
@@ -52,6 +52,7 @@ from sbpflow.training.step_schedule import (
     OVERLAPPED,
     BatchInFlight,
     Move,
+    MoveWatch,
     StepSchedule,
 )
 
@@ -124,7 +125,7 @@ class Trainer:
         self._loss_config = loss
         self.gradient_norm: Tensor | None = None  # 0-d float64, before clipping
         self.schedule = schedule
-        self.move_watch: MoveWatch = MoveTimes()
+        self.move_watch: MoveWatch = nullcontext
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
         # The loss has layout P, like the gradients, so it is reduced as part of a gradient bucket,
@@ -211,7 +212,7 @@ class Trainer:
                 list(self._window),
                 self.lookahead,
                 self._boxing.world,
-                self.move_watch.move,
+                self.move_watch,
             )
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"

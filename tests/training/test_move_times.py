@@ -41,7 +41,7 @@ class Keeping:
 
 def traced(world: World, config: Config, folder: str, steps: tuple[int, int], last: int) -> Any:
     job = make_job(world, config)
-    kept, profiler = Keeping(), StepProfiler.of(steps, Path(folder), world)
+    kept, profiler = Keeping(), StepProfiler(*steps, Path(folder), world)
     was = world.log.enabled
     fit(
         job.trainer,
