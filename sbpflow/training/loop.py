@@ -26,7 +26,7 @@ from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
-from sbpflow.training.saving import Checkpoints, NoCheckpoints, Position
+from sbpflow.training.saving import Checkpoints, Position
 from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Trainer
 
@@ -205,16 +205,15 @@ def fit(
     boxing: Boxing,
     watch: LossWatch,
     reporter: Reporter,
+    checkpoints: Checkpoints,
     profiler: StepProfiler | None = None,
-    checkpoints: Checkpoints | None = None,
 ) -> Result:
     """Train on ``loaders["train"]`` and score ``val``; at the end, score ``val`` and ``test``.
 
-    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
-    saved, and whether it ends with the weights of the best or of the last step. Raises
+    ``checkpoints`` decides where the run starts, when it is saved, and whether it ends with the
+    weights of the best or of the last step. ``profiler`` traces some of the steps. Raises
     TrainingError if the loss is not finite, and ConfigError for an empty ``val`` or trace.
     """
-    checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)
     watchers.load(checkpoints.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)

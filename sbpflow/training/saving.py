@@ -80,26 +80,3 @@ class Checkpoints(Position, Protocol):
         last transfers of the run.
         """
         ...
-
-
-class NoCheckpoints:
-    """Starts every run at its first step and never saves."""
-
-    step = epoch = steps_of_before = 0
-    batches_left = None
-    stops = False
-    loop: Mapping[str, Any] = {}
-    best_metric: Metric | None = None
-
-    def leave(self) -> None:
-        raise RuntimeError("a run without checkpoints cannot be stopped with leave()")
-
-    def load_weights(self, step: int) -> None:
-        raise RuntimeError(f"load_weights({step}) needs checkpoints, but this run saves none")
-
-    def is_due(self, step: int, *, last: bool, best: bool) -> bool:
-        del step, last, best
-        return False
-
-    def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
-        pass

@@ -20,7 +20,7 @@ from sbpflow.training.health import LossWatch
 from sbpflow.training.loop import fit
 from sbpflow.training.move_times import MoveTimes, StepProfiler, peak_memory_of
 from tests.training.test_health import Split
-from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
+from tests.training.wdl_case import FIELDS, NoCheckpoints, make_batches, make_config, make_job
 
 
 class Keeping:
@@ -50,6 +50,7 @@ def traced(world: World, config: Config, folder: str, steps: tuple[int, int], la
         boxing=job.boxing,
         watch=LossWatch(job.boxing, FIELDS.dense),
         reporter=kept,
+        checkpoints=NoCheckpoints(),
         profiler=profiler,
     )
     assert world.log.enabled == was

@@ -22,7 +22,7 @@ from sbpflow.training.report import MetricsWriter, Report
 from sbpflow.training.reporters import Reporters
 from tests.training.test_health import Split
 from tests.training.test_move_times import Keeping
-from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
+from tests.training.wdl_case import FIELDS, NoCheckpoints, make_batches, make_config, make_job
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -98,6 +98,7 @@ def _trained(world, folder):
         boxing=job.boxing,
         watch=LossWatch(job.boxing, FIELDS.dense),
         reporter=Reporters([kept, RankWatch(job.boxing, collected.append)]),
+        checkpoints=NoCheckpoints(),
     )
     return [extra["wait_ms"] for extra in kept.extra], collected
 

@@ -36,7 +36,7 @@ from sbpflow.training.loop import is_logged
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.step_schedule import SERIAL
 from tests.deadlines import output_of
-from tests.training.wdl_case import make_batches, make_config, make_job
+from tests.training.wdl_case import NoCheckpoints, make_batches, make_config, make_job
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
@@ -243,12 +243,16 @@ class Recorder:
         self.calls.append(("score", split, step))
 
 
+def everything(it: Any) -> dict[str, Any]:
+    return {"boxing": it, "watch": it, "reporter": it, "checkpoints": NoCheckpoints()}
+
+
 def run_loop(monkeypatch: pytest.MonkeyPatch, steps: int, **train: Any) -> list[tuple[Any, ...]]:
     score = Evaluation(1, 0.5, 0.5)
     monkeypatch.setattr(loop, "score_split", lambda *args: score)
     it: Any = Recorder(steps)
     loaders = {"train": it, "val": Recorder(1), "test": Recorder(1)}
-    result = loop.fit(it, loaders, TrainConfig(**train), boxing=it, watch=it, reporter=it)
+    result = loop.fit(it, loaders, TrainConfig(**train), **everything(it))
     assert result.val == result.test == score
     return it.calls
 
@@ -405,7 +409,7 @@ def test_nothing_is_announced_past_the_last_step(monkeypatch, lookahead):
     it: Any = Recorder(4)
     it.lookahead = lookahead
     train = TrainConfig(max_steps=7, eval_every=0, accumulate=2, epochs=9)
-    loop.fit(it, {"train": it}, train, boxing=it, watch=it, reporter=it)
+    loop.fit(it, {"train": it}, train, **everything(it))
     trained = [batch for (batches,) in it.batches for batch in batches]
     assert len(trained) == 14
     assert [id(batch) for batch in it.announced] == [id(batch) for batch in trained]

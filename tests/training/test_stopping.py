@@ -24,7 +24,7 @@ from sbpflow.training.loop import fit
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.stopping import Plateau, Stopper, Watchers
 from tests.training.test_health import Split
-from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
+from tests.training.wdl_case import FIELDS, NoCheckpoints, make_batches, make_config, make_job
 
 
 def test_an_improvement_is_a_higher_auc_or_lower_loss_by_more_than_min_delta():
@@ -146,6 +146,7 @@ def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
         boxing=job.boxing,
         watch=LossWatch(job.boxing, FIELDS.dense),
         reporter=reporter,
+        checkpoints=NoCheckpoints(),
     )
     lr = job.trainer.optimizer.param_groups[0]["lr"]
     return {"result": result, "rates": reporter.rates, "scored": reporter.scored, "lr": lr}
@@ -190,6 +191,7 @@ def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
         boxing=job.boxing,
         watch=LossWatch(job.boxing, FIELDS.dense),
         reporter=Quiet(),
+        checkpoints=NoCheckpoints(),
     )
     return {"best": result.best, "stopped": result.stopped}
 
@@ -271,6 +273,7 @@ def run_without_val(world: World) -> str:
             boxing=job.boxing,
             watch=LossWatch(job.boxing, FIELDS.dense),
             reporter=Quiet(),
+            checkpoints=NoCheckpoints(),
         )
     return str(caught.value)
 
