@@ -125,7 +125,7 @@ def ours(kind: str, rows: int, overrides: Sequence[str], world: World) -> dict[s
     if not bool(torch.isfinite(next(losses))):
         raise SystemExit(f"{kind}: the loss is not finite")
     steps = trainer.num_steps
-    if (counts := trainer.cache_counts()) is not None:
+    if (counts := trainer.embeddings.cache_counts()) is not None:
         figures |= {
             "fetched": round(counts.fetched / steps),
             "written": round(counts.written / steps),

@@ -9,14 +9,14 @@ class CacheWatch:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._step = trainer, trainer.num_steps
-        self._last = trainer.cache_counts() or CacheCounts()
+        self._last = trainer.embeddings.cache_counts() or CacheCounts()
 
     def figures(self, step: int) -> dict[str, float]:
         """Return the mean numbers of fetched, new (never written), and written rows, and the mean
         ms of waiting, per step since the last call. Return an empty dict if this rank has no cached
         tables.
         """
-        counts = self._trainer.cache_counts()
+        counts = self._trainer.embeddings.cache_counts()
         steps, self._step = step - self._step, step
         if counts is None or not steps:
             return {}

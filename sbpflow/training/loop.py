@@ -222,7 +222,8 @@ def fit(
     _check_val(train, watchers, loaders, last, boxing.world.rank)
     _check_profile(profiler, checkpoints.step, last, boxing.world.rank)
     step, pace, times = checkpoints.step, Pace(boxing.world), MoveTimes()
-    caches, growth = CacheWatch(trainer), GrowthWatch(trainer.growth_counts, boxing.world.rank)
+    caches = CacheWatch(trainer)
+    growth = GrowthWatch(trainer.embeddings.growth_counts, boxing.world.rank)
     overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     _warn_if_finished(step, last, boxing.world.rank)
@@ -440,7 +441,7 @@ class _Scores:
         self._boxing, self._reporter = boxing, reporter
         self._options = ScoreOptions(
             exact_rows=train.exact_auc_rows,
-            slices=slice_columns(train.slices, trainer.embedding_plan),
+            slices=slice_columns(train.slices, trainer.embeddings.plan),
         )
         self._done: dict[tuple[str, int], Evaluation | None] = {}
 

@@ -18,10 +18,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import Conversion
 from sbpflow.config.train_options import LossConfig
-from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.collection import EmbeddingCollection, EmbeddingsInFlight
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.errors import DataError, SbpError, TrainingError
 from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
@@ -113,7 +110,7 @@ class Trainer:
         lookahead: int = 1,
     ) -> None:
         self._model = model
-        self._embeddings = embeddings
+        self.embeddings = embeddings
         self.optimizer = optimizer
         self._boxing = boxing
         self._dtype = dtype
@@ -157,19 +154,6 @@ class Trainer:
         self._window: deque[_BatchInFlight] = deque()  # announced batches, oldest first
         self._failure = ""
         self.num_steps = 0
-
-    @property
-    def embedding_plan(self) -> EmbeddingPlan:
-        """Return the plan of the tables, which maps fields to the id columns of a batch."""
-        return self._embeddings.plan
-
-    def cache_counts(self) -> CacheCounts | None:
-        """See ``EmbeddingCollection.cache_counts``."""
-        return self._embeddings.cache_counts()
-
-    def growth_counts(self) -> dict[str, GrowthCounts]:
-        """See ``EmbeddingCollection.growth_counts``."""
-        return self._embeddings.growth_counts()
 
     def announce(self, batch: Batch, *, begins_step: bool = True) -> None:
         """Announce a batch for a later step; every rank must announce the same batches.
@@ -247,14 +231,14 @@ class Trainer:
                 for move in OF_IDS:
                     if move.name not in flight.done:
                         self._of_batch(move)(flight)
-                self._embeddings.cancel(flight.embeddings)
+                self.embeddings.cancel(flight.embeddings)
 
     def settle(self) -> None:
         """Apply the late gradients of the last step, unless it failed. Every rank must call this
         method before reading rows; ``step``, ``predict``, and ``drain`` call it themselves.
         """
         if not self._failure:
-            self._embeddings.settle()
+            self.embeddings.settle()
 
     @property
     def num_announced(self) -> int:
@@ -273,7 +257,7 @@ class Trainer:
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
             return own
-        make: Callable[[EmbeddingsInFlight], None] = getattr(self._embeddings, move.name)
+        make: Callable[[EmbeddingsInFlight], None] = getattr(self.embeddings, move.name)
         return lambda flight: make(flight.started)
 
     def _of_step(self, move: Move) -> Callable[[], None]:
@@ -290,7 +274,7 @@ class Trainer:
         """Return the batches in flight: announced batches from the window, or else new ones."""
         if not batches:
             raise SbpError("step: none of the batches has rows; pass at least one batch with rows")
-        for group in self.embedding_plan.groups:
+        for group in self.embeddings.plan.groups:
             group.check_step(len(batches))
         for place, (flight, batch) in enumerate(zip(self._window, batches, strict=False)):
             if flight.batch is not batch:
@@ -304,7 +288,7 @@ class Trainer:
             _BatchInFlight(batch, begins_step=batch is batches[0])
             for batch in batches[len(announced) :]
         ]
-        if self.embedding_plan.vocabularies and any(
+        if self.embeddings.plan.vocabularies and any(
             flight.begins_step != (flight is in_flight[0]) for flight in in_flight
         ):
             raise SbpError(
@@ -320,7 +304,7 @@ class Trainer:
 
     def _start_id_exchange(self, flight: _BatchInFlight) -> None:
         try:
-            flight.embeddings = self._embeddings.start_id_exchange(
+            flight.embeddings = self.embeddings.start_id_exchange(
                 flight.batch.ids,
                 flight.batch.batch_size,
                 training=True,
@@ -342,14 +326,14 @@ class Trainer:
     def _lookup(self, flight: _BatchInFlight) -> None:
         graphs = self.graphs
         if graphs is not None and graphs.takes_rows and self._is_planned(flight):
-            self._embeddings.arrive(flight.started)
+            self.embeddings.arrive(flight.started)
             flight.done |= OF_BATCH
             self._done = OF_STEP
         else:
-            self._embeddings.lookup(flight.started)
+            self.embeddings.lookup(flight.started)
 
     def _gather_outputs(self, flight: _BatchInFlight) -> None:
-        flight.vectors = self._embeddings.gather_outputs(flight.started)
+        flight.vectors = self.embeddings.gather_outputs(flight.started)
 
     def _forward(self, flight: _BatchInFlight) -> None:
         batch, seed, graphs = flight.batch, self._mask_seed(flight.number), self.graphs
@@ -408,7 +392,7 @@ class Trainer:
         self._loss = pending.wait()
 
     def _update(self) -> None:
-        self._embeddings.update(self.num_steps)
+        self.embeddings.update(self.num_steps)
 
     def _update_dense(self) -> None:
         if self.optimizer is not None:
@@ -422,7 +406,7 @@ class Trainer:
         self.gradient_norm = self._clipper.clip()
 
     def _set_learning_rates(self) -> None:
-        self._embeddings.scale_lr(self._table_rate_factor(self.num_steps) * self.rate_scale)
+        self.embeddings.scale_lr(self._table_rate_factor(self.num_steps) * self.rate_scale)
         factor = self._rate_factor(self.num_steps) * self.rate_scale
         if self.optimizer is not None:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -445,10 +429,8 @@ class Trainer:
         self.settle()
         ready: tuple[Batch, EmbeddingsInFlight] | None = None
         for batch in batches:
-            started = self._embeddings.start_id_exchange(
-                batch.ids, batch.batch_size, training=False
-            )
-            self._embeddings.read_ahead(started)
+            started = self.embeddings.start_id_exchange(batch.ids, batch.batch_size, training=False)
+            self.embeddings.read_ahead(started)
             if ready is not None:
                 yield ready[0], self._logits_of(*ready)
             ready = batch, started
@@ -456,8 +438,8 @@ class Trainer:
             yield ready[0], self._logits_of(*ready)
 
     def _logits_of(self, batch: Batch, embeddings: EmbeddingsInFlight) -> Tensor:
-        self._embeddings.lookup(embeddings)
-        batch_size, vectors = batch.batch_size, self._embeddings.gather_outputs(embeddings)
+        self.embeddings.lookup(embeddings)
+        batch_size, vectors = batch.batch_size, self.embeddings.gather_outputs(embeddings)
         logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
         return logits.to(self._home_layout(batch_size), id="predict").part.squeeze(1)
 

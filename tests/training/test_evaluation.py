@@ -255,7 +255,7 @@ def test_unknown_slices_are_refused_with_the_valid_ones(ranks):
 
 
 def plan_of(world: World) -> Any:
-    return make_job(world, make_config("dp", "sgd")).trainer.embedding_plan
+    return make_job(world, make_config("dp", "sgd")).trainer.embeddings.plan
 
 
 def test_evaluations_print_all_metrics():

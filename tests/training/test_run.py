@@ -197,7 +197,7 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self.batches: list[tuple[Any, ...]] = []
         self.last = 0.0
-        self.embedding_plan = self.gradient_norm = None
+        self.embeddings, self.plan, self.gradient_norm = self, None, None
         self.rate_scale = 1.0
         self.lookahead, self.drained = 1, 0
         self.announced: list[Any] = []
