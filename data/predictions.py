@@ -312,11 +312,7 @@ def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str
         return {name: pl.Series(_texts(manifest, split, start, stop), dtype=pl.String)}
     if key.type != "int64":
         raise ValueError(f"row key {key.name} must have type string or int64, got {key.type!r}")
-    out = np.empty(stop - start, dtype=np.int64)
-    part = SplitPart(manifest, split, "row_key", 0)
-    part.read(start, stop, out)
-    part.close()
-    return {name: pl.Series(out)}
+    return {name: pl.Series(SplitPart(manifest, split, "row_key", 0).rows(start, stop))}
 
 
 def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:

@@ -272,7 +272,7 @@ class _Block:
         self._manifest, self._split, self._start = manifest, split, start
         self._words = rows.read(start, stop)
         self._keys = rows.keys(start, stop)
-        self._lists = rows.lists(start, stop) if manifest.lists else None
+        self._lists = rows.lists(start, stop)
         labels = np.ascontiguousarray(self._words[:, 0]).view(np.float32)
         self.labels: Bins = (labels == 1).astype(np.int64)
         has_time = "time" in manifest.part_types

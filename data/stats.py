@@ -153,8 +153,8 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[NDArray[Any]]:
     """Yield each field's ids in rows [start, stop) as [rows, hot], or [ids] for a ragged field."""
-    lists = rows.lists(start, stop) if manifest.lists else None
-    return ids_in(manifest, rows.read(start, stop), rows.keys(start, stop), lists)
+    words, keys = rows.read(start, stop), rows.keys(start, stop)
+    return ids_in(manifest, words, keys, rows.lists(start, stop))
 
 
 def ids_in(

@@ -215,6 +215,12 @@ class MappedRows:
             out[done : done + end - first] = self._maps[index][first - begin : end - begin]
             done, index = done + end - first, index + 1
 
+    def rows(self, start: int, stop: int) -> Array:
+        """Return rows [start, stop) as a new array."""
+        out = self.new(stop - start)
+        self.read(start, stop, out)
+        return out
+
     def gather(self, firsts: Places, lengths: Places, out: Array) -> None:
         """Copy the runs of ``lengths[i]`` rows that start at ``firsts[i]`` into ``out``, one after
         another.

@@ -1,16 +1,15 @@
 """Write shards atomically, and read single rows or ranges of rows, mapped if possible."""
 
-import bisect
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sbpflow.data.format.lists import SplitLists, SplitPart
 from sbpflow.data.format.manifest import Manifest, Shard, ShardPart, UnchangedSet, check_unchanged
 from sbpflow.data.format.mapped_rows import MappedRows, max_maps, open_rows
-from sbpflow.data.format.npy import check_array, read_array, write_array
+from sbpflow.data.format.npy import check_array, write_array
 from sbpflow.data.format.parts import COUNTED_PARTS, Parts
 
 Words = NDArray[np.int32]
@@ -90,67 +89,39 @@ class RowFiles:
     """Reads rows of one split sequentially, without keeping files open."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
-        self._manifest = manifest
-        self._shards = [shard for shard in manifest.shards(split) if shard.rows]
-        for shard in self._shards:
-            for file, _, dtype, shape in shard_files(manifest, shard):
-                check_array(manifest.file(file), dtype, shape)
-        self._starts = [0, *accumulate(shard.rows for shard in self._shards)]
-        self.num_rows = self._starts[-1]
-        self.num_words = manifest.num_words
+        types = manifest.part_types
+        self._words = SplitRows(manifest, split, 0)
+        self._lists = SplitLists(manifest, split, 0) if manifest.lists else None
+        self._parts = {
+            name: SplitPart(manifest, split, name, 0)
+            for name, kind in types.items()
+            if not kind.counted and not kind.extra
+        }
+        self._value_type = types["values"].dtype if manifest.lists else ""
+        self.num_rows, self.num_words = self._words.num_rows, manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
         """Return rows [start, stop) as a new array (int32 [stop - start, words])."""
-        shape = (self.num_words,)
-        pieces = [
-            read_array(self._manifest.file(shard.file), _WORD, (shard.rows, *shape), a, b)
-            for shard, a, b in self._inside(start, stop)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
+        return self._words.rows(start, stop)
 
-    def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"]:
+    def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"] | None:
         """For rows [start, stop), return the list lengths ([stop - start, lists]) and the ids in
-        lists ([n]).
+        lists ([n]), or None if no field has lists.
         """
-        types, path_of = self._manifest.part_types, self._manifest.file
-        none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
-        lengths: list[NDArray[Any]] = [none]
-        values: list[NDArray[Any]] = [np.empty(0, dtype=types["values"].dtype)]
-        for shard, a, b in self._inside(start, stop):
-            part, kind = shard.parts["lengths"], types["lengths"]
-            shape = kind.shape(shard.rows, None)
-            lengths.append(read_array(path_of(part.file), kind.dtype, shape, a, b))
-            starts = path_of(shard.parts["starts"].file)
-            ends = [int(read_array(starts, "<i8", (), row, row + 1)[0]) for row in (a, b)]
-            file = path_of(shard.parts["values"].file)
-            values.append(read_array(file, types["values"].dtype, (), ends[0], ends[1]))
-        return np.concatenate(lengths), np.concatenate(values)
+        if self._lists is None:
+            return None
+        extents = self._lists.find(np.array([start]), np.array([stop - start]))
+        lengths = self._lists.lengths.new(stop - start)
+        values = np.empty(extents.num_values, dtype=self._value_type)
+        self._lists.gather(extents, lengths, values, None)
+        return lengths, values
 
     def keys(self, start: int, stop: int) -> NDArray[np.int64] | None:
         """Return the keys ([stop - start, columns]) of rows [start, stop), or None if no field has
         keys.
         """
-        return self.part("keys", start, stop) if "keys" in self._manifest.part_types else None
+        return self.part("keys", start, stop) if "keys" in self._parts else None
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
         """Return rows [start, stop) of the part ``name``, which must have one entry per row."""
-        kind = self._manifest.part_types[name]
-        pieces: list[NDArray[Any]] = [np.empty((0, *kind.tail), dtype=kind.dtype)]
-        for shard, a, b in self._inside(start, stop):
-            file = self._manifest.file(shard.parts[name].file)
-            pieces.append(read_array(file, kind.dtype, kind.shape(shard.rows, None), a, b))
-        return np.concatenate(pieces)
-
-    def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Return each shard that contains some of the rows [start, stop), with the start and stop
-        of these rows within the shard.
-        """
-        ranges: list[tuple[Shard, int, int]] = []
-        index = bisect.bisect_right(self._starts, start) - 1
-        while start < stop:
-            first, end = self._starts[index], min(stop, self._starts[index + 1])
-            ranges.append((self._shards[index], start - first, end - first))
-            start, index = end, index + 1
-        return ranges
+        return self._parts[name].rows(start, stop)
