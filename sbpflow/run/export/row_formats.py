@@ -19,58 +19,31 @@ ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 _BLOCK = 1 << 16  # rows converted at a time, so that the float32 copy stays small
 
 
-class FloatRows(nn.Module):
-    """Stores rows in floating point."""
+class Rows(nn.Module):
+    """Stores rows in the tensors that ``to_stored`` returns."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", weight)
         self.dtype = dtype
-        self.format = str(weight.dtype).removeprefix("torch.")
+        self._names = {suffix: suffix.removeprefix("/") or "weight" for suffix in stored}
+        for suffix, name in self._names.items():
+            self.register_buffer(name, stored[suffix])
 
     def stored(self) -> dict[str, Tensor]:
         """Return the tensors to save, by the suffix to append to the table name."""
-        return {"": self.weight}
+        return {suffix: self.get_buffer(name) for suffix, name in self._names.items()}
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
 
         Raises IndexError if an id is out of range.
         """
-        return F.embedding(ids, self.weight).to(self.dtype)
-
-
-class ByteRows(nn.Module):
-    """Stores rows in 8 bits, with a scale and a minimum per row."""
-
-    def __init__(self, values: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.values: Tensor
-        self.scale: Tensor
-        self.low: Tensor
-        # values: uint8 [rows, dim]; scale and low: float32 [rows]
-        self.register_buffer("values", values)
-        self.register_buffer("scale", scale)
-        self.register_buffer("low", low)
-        self.dtype = dtype
-        self.format = "int8"
-
-    def stored(self) -> dict[str, Tensor]:
-        """Return the tensors to save, by the suffix to append to the table name."""
-        return {"/int8": self.values, "/scale": self.scale, "/low": self.low}
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
-
-        Raises IndexError if an id is out of range.
-        """
-        values = F.embedding(ids, self.values).to(torch.float32)
-        scale, low = (F.embedding(ids, each.unsqueeze(1)) for each in (self.scale, self.low))
+        stored = self.stored()
+        if "" in stored:
+            return F.embedding(ids, stored[""]).to(self.dtype)
+        values = F.embedding(ids, stored["/int8"]).to(torch.float32)
+        scale, low = (F.embedding(ids, stored[each].unsqueeze(1)) for each in ("/scale", "/low"))
         return (values * scale + low).to(self.dtype)
-
-
-Rows = FloatRows | ByteRows
 
 
 class SavedRows(nn.Module):
@@ -88,7 +61,6 @@ class SavedRows(nn.Module):
         self._name, self._read, self._num_rows = name, read, num_rows
         self._row_format: RowFormat = row_format
         self._dtype = dtype
-        self.format = "saved"
 
     def stored(self) -> dict[str, Tensor]:
         """Raise RuntimeError: the rows are not in memory."""
@@ -107,7 +79,7 @@ class SavedRows(nn.Module):
         numbers = rows.tolist() or [0]
         read = [self._read(slice(row, row + 1)) for row in numbers]
         stored = to_stored(self._name, torch.cat(read), numbers, self._row_format)
-        return rows_of(stored, self._dtype)(places)
+        return Rows(stored, self._dtype)(places)
 
 
 def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dtype) -> Rows:
@@ -116,29 +88,23 @@ def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dty
     Raises DataError for a value that the format cannot represent.
     """
     if row_format == "as_trained":
-        return FloatRows(weight.contiguous(), dtype)
+        return Rows({"": weight.contiguous()}, dtype)
     stored: dict[str, Tensor] = {}
     for start in range(0, weight.shape[0], _BLOCK):
         rows = range(start, min(start + _BLOCK, weight.shape[0]))
         for key, part in to_stored(name, weight[start : rows.stop], rows, row_format).items():
             out = stored.setdefault(key, part.new_empty(weight.shape[0], *part.shape[1:]))
             out[start : start + len(part)] = part
-    return rows_of(stored, dtype)
-
-
-def rows_of(stored: Mapping[str, Tensor], dtype: torch.dtype) -> Rows:
-    """Return the row module for tensors that ``to_stored`` returned."""
-    if "" in stored:
-        return FloatRows(stored[""], dtype)
-    return ByteRows(stored["/int8"], stored["/scale"], stored["/low"], dtype)
+    return Rows(stored, dtype)
 
 
 def to_stored(
     name: str, block: Tensor, rows: Sequence[int], row_format: RowFormat
 ) -> dict[str, Tensor]:
-    """Convert rows [n, dim] of table ``name``, which have the numbers ``rows``. The result has the
-    same keys as the result of ``stored``.
+    """Convert rows [n, dim] of table ``name``, which have the numbers ``rows``.
 
+    Returns the tensors to save, by the suffix to append to the table name: ``/int8`` (uint8 [n,
+    dim]), ``/scale`` and ``/low`` (float32 [n]), or only "" (floating point [n, dim]).
     ``int8`` needs dim + 8 bytes per row. A table so narrow that float16 needs no more space is
     stored as float16.
     """
