@@ -49,7 +49,7 @@ def values_and_rows(
     if known.kind == "string":
         keys, checks = string_keys(keys)
         checks = checks.fill_null(0).to_numpy()
-    ids = FieldIds(known.stored.table(), known.stored).lookup(
+    ids = FieldIds(known.stored.table().lookup, known.stored).lookup(
         keys.fill_null(0).to_numpy(), keys.is_null().to_numpy(), checks
     )
     has_own = ids >= NUM_RESERVED_IDS

@@ -10,14 +10,13 @@ contains the least frequent values.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.compiled import find_loops
 from sbpflow.runtime.random.splitmix import GAMMA
-from sbpflow.serving.cells import NUM_RESERVED_IDS, RARE_ID, hash_salt, hashed_key_ids
+from sbpflow.serving.cells import NUM_RESERVED_IDS, RARE_ID
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]
@@ -107,27 +106,6 @@ def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
     else:
         chosen = np.arange(len(values))
     return chosen[np.argsort(values[chosen], kind="stable")]
-
-
-class Ids(Protocol):
-    """Maps the keys of a column to ids, which are rows of its table."""
-
-    def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return the ids ([n]) of ``keys`` ([n])."""
-        ...
-
-
-class HashedIds:
-    """Hashes keys to ids 2 to ``num_rows - 1`` without a vocabulary; different keys may get the
-    same id.
-    """
-
-    def __init__(self, num_rows: int, seed: int, name: str) -> None:
-        self._num_rows, self._salt = num_rows, hash_salt(seed, name)
-
-    def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return the ids (int32 [n]) of ``keys`` ([n])."""
-        return hashed_key_ids(keys, self._num_rows, self._salt)
 
 
 def capacity_of(num_keys: int) -> int:

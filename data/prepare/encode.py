@@ -12,7 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from sbpflow.data.engine import Cached, Engine
-from sbpflow.data.format.ids import HashedIds, Ids, Keys
+from sbpflow.data.format.ids import Keys
 from sbpflow.data.format.manifest import SPLITS, shard_entry
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from sbpflow.data.format.schema import CHECK, GROUP, ROW_KEY, SPLIT_COLUMN, TIME, DenseColumn
@@ -29,6 +29,8 @@ from sbpflow.serving.cells import (
     RARE_ID,
     bucket_ids,
     clipped,
+    hash_salt,
+    hashed_key_ids,
     transform,
 )
 
@@ -36,10 +38,14 @@ Record = dict[str, Any]
 
 
 class FieldIds:
-    """Maps the staged keys of a field to ids. For strings, the check must match, too."""
+    """Maps the staged keys of a field to ids with the function ``look_up``; ids of int64 are keys.
+    For strings of a vocabulary, the check must match, too.
+    """
 
-    def __init__(self, table: Ids, vocabulary: Vocabulary | None = None) -> None:
-        self._table = table
+    def __init__(
+        self, look_up: Callable[[Keys], "NDArray[Any]"], vocabulary: Vocabulary | None = None
+    ) -> None:
+        self._look_up = look_up
         self._checks: NDArray[np.uint32] | None = None
         if vocabulary is not None and vocabulary.checks is not None:
             self._checks = np.zeros(vocabulary.num_rows, dtype=np.uint32)
@@ -47,27 +53,25 @@ class FieldIds:
 
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: NDArray[np.uint32] | None
-    ) -> NDArray[np.int32]:
-        """Return the ids (int32 [n]) of ``keys`` [n], with MISSING_ID where ``missing`` is True."""
-        ids = self._table.lookup(keys)
+    ) -> "NDArray[Any]":
+        """Return the ids [n] of ``keys`` [n], with the missing id or key where ``missing`` is
+        True.
+        """
+        ids = self._look_up(keys)
         if self._checks is not None and checks is not None:
             np.copyto(ids, np.int32(RARE_ID), where=self._checks[ids] != checks)
         if missing is not None:
-            np.copyto(ids, np.int32(MISSING_ID), where=missing)
+            np.copyto(ids, _missing(ids), where=missing)
         return ids
 
 
-class RawKeys:
-    """Returns the staged keys of a field unchanged."""
+def raw_keys(keys: Keys) -> NDArray[np.int64]:
+    """Return the bits of ``keys`` [n] as int64 [n]."""
+    return keys.astype(np.uint64).view(np.int64)
 
-    def lookup(
-        self, keys: Keys, missing: NDArray[np.bool_] | None, checks: object
-    ) -> NDArray[np.int64]:
-        """Return the bits of ``keys`` as int64 [n], with MISSING_KEY where ``missing`` is True."""
-        bits = keys.astype(np.uint64).view(np.int64)
-        if missing is not None:
-            np.copyto(bits, np.int64(MISSING_KEY), where=missing)
-        return bits
+
+def _missing(ids: "NDArray[Any]") -> int:
+    return MISSING_KEY if ids.dtype == np.int64 else MISSING_ID
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,16 @@ class Encoding:
     options: PrepareOptions = field(compare=False)
 
 
-def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
+def tables_of(encoding: Encoding) -> dict[str, FieldIds]:
     """Return, by field, the table that maps staged keys to the ids or keys in the set."""
     options = encoding.options
-    tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
+    tables = dict.fromkeys(options.keys, FieldIds(raw_keys))
     for name, fields in options.counted.items():
         vocabulary = encoding.vocabularies[name].vocabulary()
-        tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))
+        tables |= dict.fromkeys(fields, FieldIds(vocabulary.table().lookup, vocabulary))
     for name, num_rows in options.hash_sizes:
-        salt = options.schema.vocabulary(name)
-        tables[name] = FieldIds(HashedIds(num_rows, options.seed, salt))
+        salt = hash_salt(options.seed, options.schema.vocabulary(name))
+        tables[name] = FieldIds(partial(hashed_key_ids, num_rows=num_rows, salt=salt))
     return tables
 
 
@@ -179,7 +183,7 @@ class _PieceEncoder:
     def __init__(
         self,
         path: Path,
-        tables: Mapping[str, FieldIds | RawKeys],
+        tables: Mapping[str, FieldIds],
         fitted: Mapping[str, Any],
         options: PrepareOptions,
     ) -> None:
@@ -363,8 +367,7 @@ def _matrix(
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)
     place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
-    missing = MISSING_KEY if ids.dtype == np.int64 else MISSING_ID
-    matrix = np.full((num_rows, width), missing, dtype=ids.dtype)
+    matrix = np.full((num_rows, width), _missing(ids), dtype=ids.dtype)
     matrix[rows, place] = ids
     return list(matrix.T)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbpflow.data.format.ids import HashedIds, NarrowIdTable, WideIdTable, assign_ids
-from sbpflow.serving.cells import RARE_ID
+from sbpflow.data.format.ids import NarrowIdTable, WideIdTable, assign_ids
+from sbpflow.serving.cells import RARE_ID, hash_salt, hashed_key_ids
 
 
 def loads(counts, reserved, ids):
@@ -79,7 +79,7 @@ def test_wide_keys_are_compared_in_full():
 
 
 def test_hashed_ids_fill_the_table_evenly_without_the_reserved_ids():
-    ids = HashedIds(1002, 7, "C3").lookup(np.arange(100_000, dtype=np.uint32))
+    ids = hashed_key_ids(np.arange(100_000, dtype=np.uint32), 1002, hash_salt(7, "C3"))
     counts = np.bincount(ids, minlength=1002)
     assert counts[:2].sum() == 0
     assert counts[2:].min() > 50

@@ -10,13 +10,13 @@ import pytest
 
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
-from sbpflow.data.format.ids import HashedIds
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.data.prepare.tables import PIECE_ROWS
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.serving.cells import hash_salt, hashed_key_ids
 from tests.data.rows import (
     all_words,
     counts_of,
@@ -152,7 +152,7 @@ def test_hashed_fields_need_no_vocabulary(tmp_path, source):
     manifest = run_prepare(tmp_path / "set", source, hash_sizes=(("C3", 12), ("C1xC2", 50)))
     assert manifest.field("C3").rows == 12
     raw = np.array([int(row[16] or "0", 16) for row in ROWS[:2400]], dtype=np.uint32)
-    expected = HashedIds(12, 7, "C3").lookup(raw)
+    expected = hashed_key_ids(raw, 12, hash_salt(7, "C3"))
     expected[[not row[16] for row in ROWS[:2400]]] = 0
     assert np.array_equal(ids(manifest, "train")["C3"], expected)
     stats = {entry["name"]: entry for entry in manifest.content["stats"]}
