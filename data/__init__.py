@@ -8,7 +8,7 @@ from sbpflow.data.format.manifest import Bayes, Manifest, load_manifest
 from sbpflow.data.format.schema import Field
 
 if TYPE_CHECKING:
-    from sbpflow.data.read.batch import Batch, Cursor, Loader
+    from sbpflow.data.read.batch import Batch, Cursor
     from sbpflow.data.read.fields import fields_of
     from sbpflow.data.read.loader import RowLoader, open_loader
 
@@ -17,7 +17,6 @@ __all__ = [
     "Bayes",
     "Cursor",
     "Field",
-    "Loader",
     "Manifest",
     "RowLoader",
     "fields_of",

@@ -1,8 +1,8 @@
-"""Define the batches that loaders yield, and the interface of loaders."""
+"""Define the batches that loaders yield."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -49,26 +49,3 @@ class Batch:
     """The non-feature columns of the set: ``group``, ``time``, and integer ``row_key`` (int64 [b];
     a uint64 group is stored as its bits), and ``labels`` (float32 [b, additional labels])
     """
-
-
-class Loader(Protocol):
-    """The interface that training expects of a loader."""
-
-    @property
-    def num_steps(self) -> int:
-        """Return the number of steps in a whole epoch, which is the same on all ranks."""
-        ...
-
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yield the batches of the epoch or, after a state was restored, the remaining batches."""
-        ...
-
-    def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the state at ``cursor`` or, by default, at the current position. A state is valid
-        for any world size.
-        """
-        ...
-
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Restore ``state``, from which the next call to ``epoch`` continues."""
-        ...
