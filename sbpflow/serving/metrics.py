@@ -6,7 +6,8 @@ predecessor, so counters never decrease.
 
 import mmap
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ class ModelCounts:
     """The counts of one worker for one model, and the version that the worker serves."""
 
     def __init__(self, columns: Sequence[str], cells: Array, version: NDArray[np.bytes_]) -> None:
-        self.columns, self._version = tuple(columns), version
+        self.columns, self.cells, self._version = tuple(columns), cells, version
         place = 0
 
         def take(size: int) -> Array:
@@ -147,8 +148,18 @@ class Metrics:
     def text(self, now: float) -> str:
         """Return all metrics in Prometheus' text format, version 0.0.4."""
         workers = [self.worker(number) for number in range(len(self._bytes) - 1)]
-        sums = {name: _Sums([worker[name] for worker in workers]) for name in self._columns}
+        sums = {
+            name: ModelCounts(
+                columns,
+                np.sum([worker[name].cells for worker in workers], axis=0),
+                np.zeros(1, dtype=f"S{_VERSION_BYTES}"),
+            )
+            for name, columns in self._columns.items()
+        }
         models = {name: model for name, model in sums.items() if name}
+        serving = {
+            name: [worker[name] for worker in workers if worker[name].trained[0]] for name in models
+        }
         lines = head("requests_total", "counter", "Answered requests by HTTP status.")
         lines += [
             line("requests_total", number, model=name, status=str(status))
@@ -159,7 +170,7 @@ class Metrics:
         for counter, text in COUNTERS.items():
             lines += head(f"{counter}_total", "counter", text)
             lines += [
-                line(f"{counter}_total", model.counters[counter], model=name)
+                line(f"{counter}_total", model.counters[counter][0], model=name)
                 for name, model in models.items()
             ]
         for kind in ("unknown", "missing"):
@@ -175,44 +186,19 @@ class Metrics:
                 lines += _histogram(histogram, name, bounds, model.histograms[histogram])
         lines += head("staleness_seconds", "gauge", "Age of the oldest weights being served.")
         lines += [
-            line("staleness_seconds", now - model.trained, model=name)
-            for name, model in models.items()
-            if model.trained
+            line("staleness_seconds", now - min(one.trained[0] for one in served), model=name)
+            for name, served in serving.items()
+            if served
         ]
         lines += head("model_workers", "gauge", "Workers that serve a version of a model.")
         lines += [
             line("model_workers", number, model=name, version=version)
-            for name, model in models.items()
-            for version, number in model.versions.items()
+            for name, served in serving.items()
+            for version, number in Counter(one.version for one in served).items()
         ]
         lines += head("worker_restarts_total", "counter", "Workers that died and were replaced.")
         lines.append(line("worker_restarts_total", self._restarts[0]))
         return "\n".join(lines) + "\n"
-
-
-class _Sums:
-    """The counts of one model, summed over all workers."""
-
-    def __init__(self, workers: Sequence[ModelCounts]) -> None:
-        self.requests = _sum(worker.requests for worker in workers)
-        self.unknown = _sum(worker.unknown for worker in workers)
-        self.missing = _sum(worker.missing for worker in workers)
-        self.counters = {
-            name: float(_sum(worker.counters[name] for worker in workers)[0]) for name in COUNTERS
-        }
-        self.histograms = {
-            name: _sum(worker.histograms[name] for worker in workers) for name in HISTOGRAMS
-        }
-        serving = [worker for worker in workers if worker.trained[0]]
-        self.trained = min((float(worker.trained[0]) for worker in serving), default=0.0)
-        self.versions: dict[str, int] = {}
-        for worker in serving:
-            version = worker.version
-            self.versions[version] = self.versions.get(version, 0) + 1
-
-
-def _sum(arrays: Iterable[Array]) -> Array:
-    return np.sum(list(arrays), axis=0)
 
 
 def _histogram(name: str, model: str, bounds: Sequence[float], cells: Array) -> list[str]:
