@@ -15,10 +15,9 @@ import torch
 
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
-from sbpflow.checkpoint.folder import partial_folder, publish
-from sbpflow.checkpoint.format import Index, SavedTensor, whole_of
+from sbpflow.checkpoint.format import Index
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.checkpoint.rewrite import given, write_full
 from sbpflow.errors import CheckpointError
 from sbpflow.run.execution.link_checks import link_findings
 from sbpflow.run.execution.node_checks import node_findings
@@ -57,7 +56,9 @@ def checkpoint(folder: Path, boxing: Boxing) -> Finding:
         try:
             work = tempfile.TemporaryDirectory(dir=parent, prefix=".sbpflow-doctor-")
             begin = time.perf_counter()
-            saved = str(_save(Path(work.name), values).absolute())
+            index = Index(step=1, run="doctor", tensors={}, files={})
+            write_full(Path(work.name), index, {"tables/t": given(values)})
+            saved = str(Path(work.name).absolute() / "step-1")
             write_s = time.perf_counter() - begin
         except (OSError, CheckpointError) as fault:
             error = str(fault)
@@ -77,18 +78,6 @@ def checkpoint(folder: Path, boxing: Boxing) -> Finding:
     size = f"{_SAVED_BYTES >> 20} MiB"
     text = f"{size} written at {rates[0]:.2f} GB/s, read and compared at {rates[1]:.2f} GB/s"
     return Finding("checkpoint", "ok", f"{text} in {parent}")
-
-
-def _save(folder: Path, values: torch.Tensor) -> Path:
-    partial = partial_folder(folder, 1, "d0")
-    partial.mkdir()
-    part = Part(name="tables/t", place=whole_of(tuple(values.shape)), values=values)
-    pieces = [piece for _, piece in write_parts(partial / "rank-0.bin", [part])]
-    saved = SavedTensor(shape=tuple(values.shape), dtype=values.dtype, pieces=tuple(pieces))
-    files = {"rank-0.bin": (partial / "rank-0.bin").stat().st_size}
-    index = Index(step=1, run="doctor", tensors={"tables/t": saved}, files=files)
-    publish(folder, partial, index)
-    return folder / "step-1"
 
 
 def _read_back(path: Path, values: torch.Tensor) -> str:
