@@ -5,7 +5,6 @@ rows, not on their division into pieces or on the order of counting.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import sqrt
 from typing import Any
@@ -21,18 +20,6 @@ Values = NDArray[np.float32]
 _MANTISSA_BITS = 23
 _HALF = 12
 _BINS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """The count, mean, and standard deviation of values (0, 0, and 1 if there are no values)."""
-
-    count: int
-    mean: float
-    std: float
-    """Standard deviation, or 1 if all values are equal, so that a standardized column is 0
-    everywhere
-    """
 
 
 class ExactSum:
@@ -69,13 +56,16 @@ class ExactSum:
         self._first += other._first
         self._second += other._second
 
-    def moments(self) -> Moments:
-        """Return the moments of all values added so far."""
+    def moments(self) -> tuple[float, float]:
+        """Return the mean and the standard deviation of all values added so far, or 0 and 1.
+
+        If all values are equal, the deviation is 1, so that a standardized column is 0 everywhere.
+        """
         if not self._count:
-            return Moments(0, 0.0, 1.0)
+            return 0.0, 1.0
         mean = self._first / self._count
         variance = self._second / self._count - mean * mean
-        return Moments(self._count, float(mean), sqrt(float(variance)) or 1.0)
+        return float(mean), sqrt(float(variance)) or 1.0
 
 
 class Quantiles:
@@ -206,10 +196,10 @@ class Fit:
         """Return the fitted constants by column name."""
         fitted: dict[str, Any] = {}
         for name, total in self._sums.items():
-            moments = total.moments()
-            fitted[name] = {"mean": moments.mean}
+            mean, std = total.moments()
+            fitted[name] = {"mean": mean}
             if name in self._by_name:
-                fitted[name]["std"] = moments.std
+                fitted[name]["std"] = std
         for name, places in self._quantiles.items():
             fitted[name] = {"bounds": places.bounds()}
             # Sets from before buckets were clipped, and sets that reuse their values, lack this.
