@@ -93,7 +93,7 @@ def _marker(marks: Tensor) -> RowListener:
     return mark
 
 
-class _Table(NamedTuple):
+class StoredTensor(NamedTuple):
     """The location of a table's tensor: its store, its name in the store, and its shard."""
 
     store: RowStore
@@ -101,18 +101,24 @@ class _Table(NamedTuple):
     shard: Shard
 
 
+def stored_tensors(stores: Stores) -> dict[str, StoredTensor]:
+    """Return the locations of the tensors of all tables on this rank, by name."""
+    found: dict[str, StoredTensor] = {}
+    for store, shards in stores():
+        for shard in shards:
+            name = f"tables/{shard.table.name}"
+            for key in store.read(NO_ROWS):
+                tensor = name if key == WEIGHTS else f"{name}/{key}"
+                found[tensor] = StoredTensor(store, key, shard)
+    return found
+
+
 class Changes:
     """The rows on this rank that changed between two saves, for all stores."""
 
     def __init__(self, stores: Stores, changed: dict[int, ChangedRows]) -> None:
         self._changed = changed
-        self._tables: dict[str, _Table] = {}
-        for store, shards in stores():
-            for shard in shards:
-                name = f"tables/{shard.table.name}"
-                for key in store.read(NO_ROWS):
-                    tensor = name if key == WEIGHTS else f"{name}/{key}"
-                    self._tables[tensor] = _Table(store, key, shard)
+        self._tables = stored_tensors(stores)
         # (tensor, rectangle, name of the part with its row numbers)
         self._patches: list[tuple[str, Place, str]] = []
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sbpflow.checkpoint.changes import Stores
+from sbpflow.checkpoint.changes import Stores, stored_tensors
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
 from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
 from sbpflow.checkpoint.write import Part, PieceFile, PieceWriter, bytes_of, write_part
-from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.state import StoredRows
 from sbpflow.embedding.storage.live_rows import TrainedRows
 from sbpflow.embedding.storage.selected_rows import SelectedRows
@@ -73,12 +72,7 @@ class Snapshot:
     """
 
     def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
-        places: dict[str, tuple[RowStore, str, Shard]] = {}
-        for store, shards in stores():
-            for shard in shards:
-                name = f"tables/{shard.table.name}"
-                for key in store.read(slice(0, 0)):
-                    places[name if key == WEIGHTS else f"{name}/{key}"] = store, key, shard
+        places = stored_tensors(stores)
         spans: dict[int, tuple[RowStore | SelectedRows, list[_Span]]] = {}
         self._rest: list[Part] = []
         for part in parts:
