@@ -105,13 +105,10 @@ def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[st
 def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder: Path) -> Manifest:
     """Encode the rows, as ``sbpflow encode`` does, into a set in ``folder``."""
     pl.DataFrame(list(rows), infer_schema_length=None).write_ipc(folder / "sample.arrow")
-    encoded = encode(
+    return encode(
         [folder / "sample.arrow"],
         folder / "sample",
         like=manifest.origin,
         workers=1,
         max_bad_fraction=0.0,
     )
-    if encoded is None:
-        raise RuntimeError("encode returned no set of the sample rows")
-    return encoded

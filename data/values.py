@@ -110,21 +110,22 @@ def _known_values(
         keys, counts = saved_keys[places].view(np.uint64), np.zeros(len(places), np.int64)
         stored = Vocabulary(field, len(saved_keys) + NUM_RESERVED_IDS, keys, ids, counts)
         return _KnownValues(stored, kind or "integer", NUM_RESERVED_IDS - 1)
-    vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
-    schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
+    entries = manifest.vocabularies
+    schema = schema_from(manifest.content["schema"]) if entries else None
     if schema is None:
         raise ConfigError(
             f"{field}: {manifest.path} does not store the values of its ids; {HOW_TO_HAVE_VALUES}"
         )
-    if field not in schema.sparse or field not in vocabulary["fields"]:
-        known = [name for name in schema.sparse if name in vocabulary["fields"]]
+    if field not in schema.sparse or field not in entries:
+        known = [name for name in schema.sparse if name in entries]
         raise ConfigError(
             f"{field}: the values of crosses, buckets, and hashed columns are not stored; the "
             f"columns with stored values are: {', '.join(known) or 'none'}"
         )
-    entry, rows = vocabulary["fields"][field], manifest.field(field).rows
     fetch_vocabularies(manifest)
-    return _KnownValues(read_vocabulary(manifest.path, field, rows, entry), schema.kind(field))
+    rows = manifest.field(field).rows
+    stored = read_vocabulary(manifest.path, field, rows, entries[field])
+    return _KnownValues(stored, schema.kind(field))
 
 
 def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) -> NDArray[Any]:

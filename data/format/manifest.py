@@ -206,6 +206,11 @@ class Manifest:
         return None if vocabulary is None else vocabulary["digest"]
 
     @property
+    def vocabularies(self) -> dict[str, Any]:
+        """Return the entry of each vocabulary, by name."""
+        return (self.content.get("vocabulary") or {"fields": {}})["fields"]
+
+    @property
     def ancestors(self) -> tuple[Ancestor, ...]:
         """Return the vocabularies from which this vocabulary grew, nearest first."""
         vocabulary = self.content.get("vocabulary") or {}

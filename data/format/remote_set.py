@@ -73,7 +73,7 @@ def _files_of(manifest: Manifest) -> dict[str, RemoteFile]:
         for shard in manifest.shards(split)
         for name, crc32, dtype, shape in shard_files(manifest, shard)
     }
-    for entry in (manifest.content.get("vocabulary") or {"fields": {}})["fields"].values():
+    for entry in manifest.vocabularies.values():
         for _, part, dtype, shape in array_files(entry):
             files[part["file"]] = RemoteFile(part["crc32"], _num_bytes(dtype, shape))
     return files

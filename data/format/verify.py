@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import SPLITS, Manifest, Shard
 from sbpflow.data.format.npy import check_file, read_array
+from sbpflow.data.format.parts import starts_of
 from sbpflow.data.format.shards import shard_files
-from sbpflow.data.format.vocabulary import verify_vocabulary, vocabulary_names
+from sbpflow.data.format.vocabulary import verify_vocabulary
 from sbpflow.errors import DataError
 
 
@@ -23,7 +24,7 @@ def verify_set(manifest: Manifest, workers: int) -> None:
     with ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(lambda pair: verify_shard(*pair), shards):
             pass
-    for name in vocabulary_names(manifest):
+    for name in manifest.vocabularies:
         verify_vocabulary(manifest, name)
 
 
@@ -87,7 +88,7 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
 
     lengths, starts, values = whole("lengths"), whole("starts"), whole("values")
     path = folder / shard.parts["starts"].file
-    ends = np.concatenate([[0], np.cumsum(lengths.sum(axis=1, dtype=np.int64))])
+    ends = starts_of(lengths)
     _refuse(path, "start", starts, starts != ends, "the sum of the lengths before it")
     if ends[-1] != len(values):
         raise DataError(

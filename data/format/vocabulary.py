@@ -101,8 +101,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
     """Return the vocabularies by name. Raises DataError for a set without vocabularies."""
-    content = manifest.content.get("vocabulary")
-    if content is None:
+    if manifest.content.get("vocabulary") is None:
         raise DataError(
             f"{manifest.path}: this set does not store the values of its ids, so new values cannot "
             f"be mapped to them; {HOW_TO_HAVE_VALUES}"
@@ -110,16 +109,14 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
     fetch_vocabularies(manifest)
     return {
         name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)
-        for name, entry in content["fields"].items()
+        for name, entry in manifest.vocabularies.items()
     }
 
 
 def vocabulary_files(manifest: Manifest) -> list[str]:
     """Return the names of the vocabulary files."""
-    content = manifest.content.get("vocabulary") or {"fields": {}}
-    return [
-        part["file"] for entry in content["fields"].values() for _, part, *_ in array_files(entry)
-    ]
+    entries = manifest.vocabularies.values()
+    return [part["file"] for entry in entries for _, part, *_ in array_files(entry)]
 
 
 def fetch_vocabularies(manifest: Manifest) -> None:
@@ -150,16 +147,11 @@ def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int
     ]
 
 
-def vocabulary_names(manifest: Manifest) -> list[str]:
-    """Return the names of the vocabularies."""
-    return list((manifest.content.get("vocabulary") or {"fields": {}})["fields"])
-
-
 def verify_vocabulary(manifest: Manifest, name: str) -> None:
     """Raise DataError if an array of a vocabulary does not match its checksum, or if keys or ids
     are invalid.
     """
-    entry = manifest.content["vocabulary"]["fields"][name]
+    entry = manifest.vocabularies[name]
     for _, part, dtype, shape in array_files(entry):
         check_file(manifest.file(part["file"]), dtype, shape, part["crc32"])
     check_vocabulary(manifest, name, entry)

@@ -131,7 +131,6 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
             f"values cannot be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
     saved = content["options"]
-    fields = content["vocabulary"]["fields"].values()
     return replace(
         options,
         like=manifest.origin,
@@ -142,5 +141,5 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
         transform=saved["transform"],
         min_count=content["min_count"],
         seed=content["seed"],
-        keep_strings=any("string_ends" in entry for entry in fields),
+        keep_strings=any("string_ends" in entry for entry in manifest.vocabularies.values()),
     )

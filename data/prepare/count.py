@@ -162,8 +162,7 @@ class _Parent:
 
     @staticmethod
     def of(like: Manifest, field: str) -> "_Parent":
-        entry = like.content["vocabulary"]["fields"][field]
-        return _Parent(like.path, like.field(field).rows, entry)
+        return _Parent(like.path, like.field(field).rows, like.vocabularies[field])
 
     def open(self, name: str) -> Vocabulary:
         return read_vocabulary(self.folder, name, self.num_rows, self.entry)

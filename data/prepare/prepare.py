@@ -31,12 +31,7 @@ from sbpflow.data.format.manifest import (
 )
 from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.format.verify import verify_shard
-from sbpflow.data.format.vocabulary import (
-    fetch_vocabularies,
-    verify_vocabulary,
-    vocabulary_content,
-    vocabulary_names,
-)
+from sbpflow.data.format.vocabulary import fetch_vocabularies, verify_vocabulary, vocabulary_content
 from sbpflow.data.prepare.bad_rows import bad_lines
 from sbpflow.data.prepare.content import manifest_content
 from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
@@ -243,7 +238,7 @@ def _finish(
     manifest = load_manifest(folder)
     try:
         jobs = [(split, at) for split in SPLITS for at in range(len(manifest.shards(split)))]
-        jobs += [("", name) for name in vocabulary_names(manifest)]
+        jobs += [("", name) for name in manifest.vocabularies]
         for _ in engine.run(partial(_verify, key=(folder, manifest.fingerprint)), jobs):
             pass
     except DataError as error:
