@@ -12,9 +12,8 @@ import json
 import logging
 import shutil
 import tempfile
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.engine import EngineOptions
-from sbpflow.data.format.lists import SplitPart
-from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest, Shard, load_manifest
-from sbpflow.data.format.npy import read_array
+from sbpflow.data.format.lists import SplitPart, open_part
+from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest, load_manifest
 from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import redacted
@@ -318,24 +316,12 @@ def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str
 def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:
     """Return the text keys of rows [start, stop), cut from the concatenated keys of each shard."""
     keys: list[str] = []
-    shards = manifest.shards(split)
-    starts = [0, *accumulate(shard.rows for shard in shards)]
-    for index in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
-        shard, first = shards[index], starts[index]
-        low, high = max(start - first, 0), min(stop - first, shard.rows)
-        if low >= high:
-            continue
-        ends = _part(manifest, shard, "ends", max(low - 1, 0), high)
-        begin = int(ends[0]) if low else 0
-        text = _part(manifest, shard, "bytes", begin, int(ends[-1])).tobytes()
-        at = begin
-        for end in (ends[1:] if low else ends).tolist():
-            keys.append(text[at - begin : end - begin].decode())
-            at = end
+    ends = SplitPart(manifest, split, "row_key_ends", 0)
+    texts = open_part(manifest, split, "row_key_bytes", 0)
+    for first, end in ends.pieces(start, stop):
+        shard, row = (int(place[0]) for place in ends.maps_of(np.array([first])))
+        bounds = ends.rows(first - min(row, 1), end).tolist()
+        bounds = bounds if row else [0, *bounds]
+        text = texts[shard][bounds[0] : bounds[-1]].tobytes()
+        keys += [text[a - bounds[0] : b - bounds[0]].decode() for a, b in pairwise(bounds)]
     return keys
-
-
-def _part(manifest: Manifest, shard: Shard, part: str, start: int, stop: int) -> NDArray[Any]:
-    kind, file = manifest.part_types[f"row_key_{part}"], shard.parts[f"row_key_{part}"]
-    shape = kind.shape(shard.rows, file.count)
-    return read_array(manifest.file(file.file), kind.dtype, shape, start, stop)

@@ -18,7 +18,7 @@ from sbpflow.data.format.mapped_rows import (
 )
 
 
-def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
+def open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
     """Open the files of a part in all non-empty shards. For a local set, the first ``limit`` files
     are mapped.
     """
@@ -41,7 +41,7 @@ class SplitPart(MappedRows):
         kind = manifest.part_types[name]
         none = np.empty((0, *kind.tail), dtype=kind.dtype)
         limit = max_maps() if limit is None else limit
-        super().__init__(_open_part(manifest, split, name, limit), none)
+        super().__init__(open_part(manifest, split, name, limit), none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ class SplitLists:
             limit = max(1, max_maps() // (3 + manifest.weighted))
         try:
             self.lengths = SplitPart(manifest, split, "lengths", limit)
-            self._starts = _open_part(manifest, split, "starts", limit)
-            self._values = _open_part(manifest, split, "values", limit)
+            self._starts = open_part(manifest, split, "starts", limit)
+            self._values = open_part(manifest, split, "values", limit)
             self._weights = (
-                _open_part(manifest, split, "value_weights", limit) if manifest.weighted else None
+                open_part(manifest, split, "value_weights", limit) if manifest.weighted else None
             )
         finally:
             check_unchanged(manifest)
