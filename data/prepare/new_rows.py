@@ -15,7 +15,6 @@ from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import check_exists, find_inputs
 from sbpflow.data.prepare.split import SplitRule
-from sbpflow.errors import ConfigError
 
 
 def encode(
@@ -33,11 +32,6 @@ def encode(
 
     Return the same value and raise the same errors as ``prepare``.
     """
-    if output.resolve() == like.resolve():
-        raise ConfigError(
-            f"--output {output}: this folder contains the --like set, which the new rows would "
-            "replace; choose another folder"
-        )
     # inputs are checked first, so that an error in ``like`` does not hide a missing input
     check_exists(inputs)
     options = PrepareOptions(
