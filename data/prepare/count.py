@@ -6,7 +6,7 @@ ids.
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,7 @@ def build_vocabularies(
             _VocabularyJob(
                 name,
                 *counted.get(name, (0, 0)),
-                None if like is None else _Parent.of(like, options.counted[name][0]),
+                None if like is None else _opening(like, name, options.counted[name][0]),
                 tuple(_strings_files(name, staged, options)),
             )
             for name in missing
@@ -152,20 +152,13 @@ def build_vocabularies(
     return {name: vocabulary for name, vocabulary in built.items() if vocabulary}
 
 
-@dataclass(frozen=True, slots=True)
-class _Parent:
-    """Where to find a field's vocabulary in the ``like`` set, so that workers can open it."""
-
-    folder: Path
-    num_rows: int
-    entry: Mapping[str, Any]
-
-    @staticmethod
-    def of(like: Manifest, field: str) -> "_Parent":
-        return _Parent(like.path, like.field(field).rows, like.vocabularies[field])
-
-    def open(self, name: str) -> Vocabulary:
-        return read_vocabulary(self.folder, name, self.num_rows, self.entry)
+def _opening(like: Manifest, name: str, field: str) -> Callable[[], Vocabulary]:
+    """Return a function, which workers can call, that opens the vocabulary of a field in ``like``
+    as the vocabulary ``name``.
+    """
+    return partial(
+        read_vocabulary, like.path, name, like.field(field).rows, like.vocabularies[field]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +167,7 @@ class _VocabularyJob:
     num_ranges: int
     padding: int
     """Number of missing ids that pad rows of fields with a fixed number of ids"""
-    parent: _Parent | None
+    open_parent: Callable[[], Vocabulary] | None
     strings: tuple[Path, ...]
 
 
@@ -186,7 +179,7 @@ def _build(job: _VocabularyJob, *, options: PrepareOptions, work: Path) -> Filte
     if not options.is_encode:
         counted = read_merged(job.name, job.num_ranges, work / "counts")
         counted = replace(counted, missing=counted.missing + job.padding)
-    parent = None if job.parent is None else job.parent.open(job.name)
+    parent = None if job.open_parent is None else job.open_parent()
     vocabulary = filter_values(job.name, counted, options, parent, work / "set", job.strings)
     save(work / "vocabulary" / f"{job.name}.json", vocabulary)
     return vocabulary
