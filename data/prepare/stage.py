@@ -34,10 +34,11 @@ from sbpflow.serving.cells import pair_keys
 
 Advance = Callable[[int], None]
 ENCODED_KEYS = ("shards", "clamped", "rare", "ranges")
-_STAGED_KEYS = (
-    *("rows", "train", "lines", "names", "extra", "crc32", "counts", "examples", "cut"),
-    *("positives", "label_cells"),
+_PIECE_KEYS = (
+    *("num_rows", "num_train", "num_lines", "num_names", "num_extra", "num_positives"),
+    *("cut", "label_cells"),
 )
+_STAGED_KEYS = (*_PIECE_KEYS, "counts", "examples", "crc32")
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
@@ -168,32 +169,22 @@ def _stage_piece(job: _Job, options: PrepareOptions, work: Path) -> StagedPiece:
         for name in piece.strings.keys() - dict(options.hash_sizes).keys():
             _write(piece.strings[name], strings_file(target, name))
         record = {
-            "rows": len(frame),
-            "train": int((split == 0).sum()),
-            "lines": piece.num_lines,
-            "names": _num_names(job, options.schema),
-            "extra": piece.num_extra,
-            "crc32": _crc32(target, options),
+            "num_rows": len(frame),
+            "num_train": int((split == 0).sum()),
+            "num_lines": piece.num_lines,
+            "num_names": _num_names(job, options.schema),
+            "num_extra": piece.num_extra,
+            "num_positives": _num_positives(frame, options.schema),
+            "cut": piece.cut,
+            "label_cells": piece.label_cells,
             "counts": piece.bad.counts,
             "examples": piece.bad.examples,
-            "cut": piece.cut,
-            "positives": _num_positives(frame, options.schema),
-            "label_cells": piece.label_cells,
+            "crc32": _crc32(target, options),
         }
         write_record(path, record)
-    return StagedPiece(
-        target,
-        job.source.path,
-        record["rows"],
-        record["train"],
-        record["lines"],
-        record["names"],
-        record["extra"],
-        BadLines(record["counts"], [tuple(example) for example in record["examples"]]),
-        record["cut"],
-        record["positives"],
-        record["label_cells"],
-    )
+    bad = BadLines(record["counts"], [tuple(example) for example in record["examples"]])
+    known = {key: record[key] for key in _PIECE_KEYS}
+    return StagedPiece(path=target, file=job.source.path, bad=bad, **known)
 
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
