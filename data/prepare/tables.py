@@ -1,5 +1,7 @@
 """Read rows of Parquet and Arrow files into the same typed columns as text rows."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
@@ -27,26 +29,20 @@ def count_rows(path: Path) -> int:
     """Return the number of rows in a file, as stated in its footer. Raises DataError if the file is
     damaged.
     """
-    try:
+    with _reading(path):
         return int(_scan(path).select(pl.len()).collect().item())
-    except BaseException as error:
-        raise _unreadable(path, error) from error
 
 
 def table_columns(path: Path) -> tuple[str, ...]:
     """Return the column names of a file. Raises DataError if the file is damaged."""
-    try:
+    with _reading(path):
         return tuple(_scan(path).collect_schema().names())
-    except BaseException as error:
-        raise _unreadable(path, error) from error
 
 
 def table_head(path: Path, num_rows: int) -> pl.DataFrame:
     """Return the first rows of a file. Raises DataError if the file is damaged."""
-    try:
+    with _reading(path):
         return _scan(path).head(num_rows).collect()
-    except BaseException as error:
-        raise _unreadable(path, error) from error
 
 
 def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
@@ -61,27 +57,30 @@ def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String), *columns)
 
 
-def _unreadable(path: Path, error: BaseException) -> BaseException:
-    """Return a DataError for an error that a damaged file can cause, or else the error unchanged.
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Raise DataError for an error that a damaged file can cause.
+
     Some damage causes a panic in Polars' Rust code, which raises PanicException. PanicException
     derives from BaseException and is not public, so it is recognized by name.
     """
-    panicked = type(error).__name__ == "PanicException"
-    if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
+    try:
+        yield
+    except BaseException as error:
+        panicked = type(error).__name__ == "PanicException"
+        if not (panicked or isinstance(error, (pl.exceptions.PolarsError, OSError))):
+            raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         kind = "Parquet" if path.suffix.lower() == ".parquet" else "an Arrow file (not a stream)"
-        return DataError(f"{path} cannot be read as {kind}: {first}")
-    return error
+        raise DataError(f"{path} cannot be read as {kind}: {first}") from error
 
 
 def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = False) -> Piece:
     """Return piece ``index`` of a file: PIECE_ROWS rows, or fewer in the last piece."""
     wanted = [name for name in schema.used if name in table_columns(path)]
-    try:
+    with _reading(path):
         lazy = _scan(path).select(wanted)
         frame = lazy.slice(index * PIECE_ROWS, PIECE_ROWS).collect()
-    except BaseException as error:
-        raise _unreadable(path, error) from error
     frame = plain_types(frame)
     if unsupported := [
         f"{name} ({frame[name].dtype})" for name in wanted if not _fits(frame, name, schema)
