@@ -18,12 +18,12 @@ from sbpflow.data.engine import add_engine, engine_options
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
-from sbpflow.data.prepare.remote import input_path, size_of
+from sbpflow.data.prepare.remote import size_of
 from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError, StoreError
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path, input_path
 from sbpflow.runtime.processes.launch import ArgumentParser, errno_of, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from sbpflow.config.parse import plain
 from sbpflow.data.__main__ import parser
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest
 from sbpflow.data.prepare.propose import refuse_guess
-from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.remote_path import input_path
 
 _NEEDS_SCHEMA = (
     "data: this table needs a schema. Check the proposal below and pass it as schema (a mapping or "

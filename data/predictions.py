@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.lists import SplitPart, open_part
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest, load_manifest
-from sbpflow.data.prepare.remote import input_path, version
+from sbpflow.data.prepare.remote import version
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.files.remote_path import redacted
+from sbpflow.runtime.files.remote_path import input_path, redacted
 from sbpflow.runtime.processes.launch import unwritable
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.format.manifest_check import SET_FILE
-from sbpflow.data.prepare.remote import InputPath, size_of, version
+from sbpflow.data.prepare.remote import size_of, version
 from sbpflow.data.prepare.source import check_exists, is_data
 from sbpflow.data.prepare.workspace import only_run
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import parse_json
-from sbpflow.runtime.files.remote_path import RemotePath
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 from sbpflow.runtime.files.upload import check_own_files, upload
 
 _LOG = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ _JOURNAL = "uploaded"
 def make_remote(
     url: RemotePath,
     words: Sequence[str],
-    inputs: Sequence[InputPath],
-    others: Sequence[InputPath],
+    inputs: Sequence[AnyPath],
+    others: Sequence[AnyPath],
     make: Callable[[Path], Manifest | None],
     *,
     overwrite: bool,
@@ -84,9 +84,9 @@ def _make_and_upload(
     shutil.rmtree(folder)
 
 
-def _plan(words: Sequence[str], inputs: Sequence[InputPath], others: Sequence[InputPath]) -> str:
+def _plan(words: Sequence[str], inputs: Sequence[AnyPath], others: Sequence[AnyPath]) -> str:
     """Return a digest of the arguments, and of the versions of all files that the command reads."""
-    read: list[InputPath] = []
+    read: list[AnyPath] = []
     for path in (*inputs, *others):
         entries = path.iterdir() if path.is_dir() else [path]
         read += filter(is_data, entries) if path.is_dir() and path in inputs else entries

@@ -12,8 +12,8 @@ from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema, is_wr
 from sbpflow.data.prepare.cells import EXPECTED, LABELS, NOT_A_NUMBER, NOT_A_TIME
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.piece import BadLines
-from sbpflow.data.prepare.remote import InputPath
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.remote_path import AnyPath
 
 _WRONG_NUMBER = "fields instead of"
 _NOT_HEX = "is not eight hex digits"
@@ -36,7 +36,7 @@ class StagedPiece:
     """
 
     path: Path
-    file: InputPath
+    file: AnyPath
     num_rows: int
     num_train: int
     """Number of rows in train. For a split by time, which is decided later, this is the number of
@@ -111,7 +111,7 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
     numbers.
     """
     messages = [f"{count} x {reason}" for reason, count in bad_counts(staged).items()]
-    line_of_file: dict[InputPath, int] = {}
+    line_of_file: dict[AnyPath, int] = {}
     for piece in staged:
         first = line_of_file.get(piece.file, 1) + piece.num_names
         line_of_file[piece.file] = first + piece.num_lines + piece.num_extra

@@ -6,9 +6,9 @@ The copies are in the work folder and are removed with it.
 from dataclasses import replace
 from pathlib import Path
 
-from sbpflow.data.prepare.remote import RemotePath
 from sbpflow.data.prepare.source import Input
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.remote_path import RemotePath
 
 
 def fetch_table(source: Input, work: Path) -> Input:

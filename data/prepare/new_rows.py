@@ -12,16 +12,16 @@ from sbpflow.data.prepare.content import options_like
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.pieces import with_text_format
 from sbpflow.data.prepare.prepare import prepare
-from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import check_exists, find_inputs
 from sbpflow.data.prepare.split import SplitRule
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def encode(
-    inputs: Sequence[InputPath],
+    inputs: Sequence[AnyPath],
     output: Path,
     *,
-    like: InputPath,
+    like: AnyPath,
     workers: int | None,
     max_bad_fraction: float,
     overwrite: bool = False,

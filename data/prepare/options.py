@@ -6,9 +6,9 @@ from pathlib import Path
 from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.schema import CRITEO, DenseColumn, Kind, Schema
 from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
-from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.serving.cells import NUM_RESERVED_IDS, TRANSFORMS
 
 MAX_PIECES = 8192
@@ -26,7 +26,7 @@ _LARGEST_PIECE_BYTES = 128 << 20
 class PrepareOptions:
     """The options of ``sbpflow prepare``; see ``sbpflow prepare --help``."""
 
-    inputs: tuple[InputPath, ...]
+    inputs: tuple[AnyPath, ...]
     output: Path
     split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     crosses: tuple[tuple[str, str], ...] = (("C1", "C2"), ("C3", "C4"))
@@ -48,7 +48,7 @@ class PrepareOptions:
     """Maximum number of concurrent tasks; None for one per CPU that the engine can use"""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Where tasks run; this does not affect the set"""
-    like: InputPath | None = None
+    like: AnyPath | None = None
     """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
     """True to assign new ids to values without an id in ``like``"""

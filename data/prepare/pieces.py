@@ -15,10 +15,10 @@ import polars as pl
 
 from sbpflow.data.format.schema import CSV_SEPARATORS, SEPARATORS, Schema
 from sbpflow.data.prepare.csv_text import count_byte, split_cells
-from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, open_text, read_line
 from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.remote_path import AnyPath
 
 _SHOWN_COLUMNS, _SHOWN_CHARS = 8, 60
 _QUOTE = '"'
@@ -126,7 +126,7 @@ def _how_to_find(
     )
 
 
-def _first_record(path: InputPath, quote: str | None) -> str:
+def _first_record(path: AnyPath, quote: str | None) -> str:
     """Return the first record: the first line, and further lines if a quoted cell is still open."""
     with open_text(path) as text:
         line = text.file.readline(MAX_LINE_BYTES)
@@ -138,7 +138,7 @@ def _first_record(path: InputPath, quote: str | None) -> str:
         raise DataError(f"{path}: the first line is not UTF-8 text ({error.reason})") from error
 
 
-def _split_first(path: InputPath, record: str, schema: Schema) -> tuple[str, ...]:
+def _split_first(path: AnyPath, record: str, schema: Schema) -> tuple[str, ...]:
     try:
         return tuple(split_cells(record, schema))
     except pl.exceptions.PolarsError as error:
@@ -148,7 +148,7 @@ def _split_first(path: InputPath, record: str, schema: Schema) -> tuple[str, ...
         ) from error
 
 
-def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
+def pieces_in_order(path: AnyPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
     """Yield pieces of whole records in order, each with the number of file bytes read to obtain
     it.
     """
@@ -163,7 +163,7 @@ def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[t
             taken = position
 
 
-def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
+def _to_quote(file: IO[bytes], path: AnyPath, quote: str) -> bytes:
     """Return the following lines up to the end of an open quote, at most ``_MAX_QUOTED_BYTES``
     bytes.
     """

@@ -22,11 +22,11 @@ from sbpflow.data.format.schema import (
 )
 from sbpflow.data.numbers import epoch_unit, minute_text
 from sbpflow.data.prepare.facts import ColumnFacts, column_facts, missing_texts, of_words
-from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.sample import Sample, needs_schema, read_sample
 from sbpflow.data.prepare.schema_file import MAX_VALUES
 from sbpflow.data.prepare.source import find_inputs
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.serving.cells import FLOAT32_MAX
 
 _LABELS = (
@@ -67,12 +67,12 @@ class Proposal:
     has_sparse: bool
 
 
-def propose(paths: Sequence[InputPath]) -> Proposal:
+def propose(paths: Sequence[AnyPath]) -> Proposal:
     """Return a schema for the tables. Raises the errors of ``find_inputs`` and ``read_sample``."""
     return _of_sample(read_sample(find_inputs(paths)))
 
 
-def refuse_guess(paths: Sequence[InputPath], message: str = "") -> None:
+def refuse_guess(paths: Sequence[AnyPath], message: str = "") -> None:
     """Raise ConfigError with a proposed schema if the table's column names are not Criteo's.
 
     ``message`` replaces the first line of the error, which by default names command-line options.

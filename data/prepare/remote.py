@@ -1,13 +1,9 @@
 """Identify input files, which may be at URLs (``sbpflow.runtime.files.remote_path``)."""
 
-from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, input_path
-
-__all__ = ["InputPath", "RemotePath", "identity", "input_path", "size_of", "version", "written"]
-
-InputPath = AnyPath
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 
-def identity(path: InputPath) -> tuple[object, ...]:
+def identity(path: AnyPath) -> tuple[object, ...]:
     """Return a value that identifies a file, and is equal for all paths to the same file."""
     if isinstance(path, RemotePath):
         return (path.url,)
@@ -15,14 +11,14 @@ def identity(path: InputPath) -> tuple[object, ...]:
     return (stat.st_dev, stat.st_ino)
 
 
-def version(path: InputPath) -> tuple[object, ...]:
+def version(path: AnyPath) -> tuple[object, ...]:
     """Return the identity and the state of a file. The state changes when the file is written."""
     if isinstance(path, RemotePath):
         return (path.url, path.state)
     return (str(path.resolve()), path.stat().st_mtime_ns)
 
 
-def written(path: InputPath, *, again: bool = False) -> tuple[int, object]:
+def written(path: AnyPath, *, again: bool = False) -> tuple[int, object]:
     """Return the size and the time of the last write of a file. For a URL, both come from an
     earlier listing or, if ``again`` is true, from a new request.
     """
@@ -33,6 +29,6 @@ def written(path: InputPath, *, again: bool = False) -> tuple[int, object]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def size_of(path: InputPath) -> int:
+def size_of(path: AnyPath) -> int:
     """Return the size of the file in bytes."""
     return path.num_bytes if isinstance(path, RemotePath) else path.stat().st_size

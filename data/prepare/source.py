@@ -19,8 +19,9 @@ from sbpflow.data.prepare.decompress import (
     decompress_errors,
     decompressed,
 )
-from sbpflow.data.prepare.remote import InputPath, RemotePath, identity, size_of
+from sbpflow.data.prepare.remote import identity, size_of
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
@@ -59,7 +60,7 @@ class Input:
     """An input file. ``order`` is the position of the file among the inputs."""
 
     order: int
-    path: InputPath
+    path: AnyPath
     num_bytes: int
 
     @property
@@ -78,7 +79,7 @@ class Input:
         return self.path.suffix.lower() in TABLE_SUFFIXES
 
 
-def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ...]:
+def find_inputs(paths: Sequence[AnyPath], log: bool = True) -> tuple[Input, ...]:
     """Return the files in ``paths`` and, in natural order, the data files in the folders in
     ``paths``.
 
@@ -86,7 +87,7 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
     file is found, a file is given twice, or a format is not supported.
     """
     check_exists(paths)
-    files: list[InputPath] = []
+    files: list[AnyPath] = []
     for path in paths:
         if path.is_dir():
             entries = list(path.iterdir())
@@ -115,7 +116,7 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
     return inputs
 
 
-def check_exists(paths: Sequence[InputPath]) -> None:
+def check_exists(paths: Sequence[AnyPath]) -> None:
     """Raise ConfigError for the first path that does not exist."""
     for path in paths:
         try:
@@ -126,15 +127,13 @@ def check_exists(paths: Sequence[InputPath]) -> None:
             raise ConfigError(f"--input {path}: no such file or folder")
 
 
-def is_data(path: InputPath) -> bool:
+def is_data(path: AnyPath) -> bool:
     """Return True if ``prepare`` reads this entry of an input folder."""
     named = path.suffix.lower() in SUFFIXES or _PARTS.fullmatch(path.name) is not None
     return named and path.is_file() and not path.name.startswith(".")
 
 
-def _log_skipped(
-    folder: InputPath, entries: Sequence[InputPath], taken: Sequence[InputPath]
-) -> None:
+def _log_skipped(folder: AnyPath, entries: Sequence[AnyPath], taken: Sequence[AnyPath]) -> None:
     """Log the entries of a folder that are not read, because they may contain rows."""
     skipped = sorted(path.name for path in entries if path not in taken)
     if skipped:
@@ -177,11 +176,11 @@ def _open_start(source: Input) -> IO[bytes]:
     return io.BytesIO(source.path.read(0, min(source.num_bytes, _START_BYTES)))
 
 
-def _natural(path: InputPath) -> list[tuple[int, str]]:
+def _natural(path: AnyPath) -> list[tuple[int, str]]:
     return [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", path.name)]
 
 
-def read_piece(path: InputPath, index: int, size: int) -> bytes:
+def read_piece(path: AnyPath, index: int, size: int) -> bytes:
     """Return the bytes of piece ``index`` of a plain file."""
     if isinstance(path, RemotePath):
         return _read_remote_piece(path, index * size, (index + 1) * size)
@@ -209,7 +208,7 @@ def _read_remote_piece(path: RemotePath, start: int, stop: int) -> bytes:
     return data[first : last or len(data)]
 
 
-def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
+def _line_start(file: IO[bytes], path: AnyPath, offset: int) -> int:
     """Return the offset of the first line that starts at ``offset`` or later."""
     if offset == 0:
         return 0
@@ -217,7 +216,7 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
     return offset - 1 + len(read_line(file, path))
 
 
-def read_line(file: IO[bytes], path: InputPath) -> bytes:
+def read_line(file: IO[bytes], path: AnyPath) -> bytes:
     """Read up to the end of a line; raise DataError if the line is too long."""
     line = file.readline(MAX_LINE_BYTES)
     if len(line) == MAX_LINE_BYTES:
@@ -225,7 +224,7 @@ def read_line(file: IO[bytes], path: InputPath) -> bytes:
     return line
 
 
-def no_line_end(path: InputPath) -> DataError:
+def no_line_end(path: AnyPath) -> DataError:
     """Return the error for a line that is too long, as in a file without newlines."""
     return DataError(
         f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; use a text file with one row "
@@ -241,14 +240,14 @@ class Text(NamedTuple):
 
 
 @contextmanager
-def open_text(path: InputPath) -> Iterator[Text]:
+def open_text(path: AnyPath) -> Iterator[Text]:
     """Open the text of a file. The suffix determines whether the file is decompressed."""
     with path.open("rb") as raw, _text_of(path, raw) as text:
         yield text
 
 
 @contextmanager
-def _text_of(path: InputPath, raw: IO[bytes]) -> Iterator[Text]:
+def _text_of(path: AnyPath, raw: IO[bytes]) -> Iterator[Text]:
     suffix = path.suffix.lower()
     if suffix not in DECOMPRESS:
         yield Text(raw, raw)

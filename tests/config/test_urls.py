@@ -17,11 +17,10 @@ import train_wdl
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.config.load import dump_config, load_config
 from sbpflow.data import load_manifest
-from sbpflow.data.prepare.remote import RemotePath, input_path
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.registry import MODELS
 from sbpflow.runtime.files.local_path import local_path
-from sbpflow.runtime.files.remote_path import any_path, redacted
+from sbpflow.runtime.files.remote_path import RemotePath, any_path, input_path, redacted
 from sbpflow.runtime.processes.launch import EXIT_MISTAKE, classify
 from tests.config.keys import KEYS
 

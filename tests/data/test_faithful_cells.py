@@ -18,10 +18,10 @@ from sbpflow.data.format.schema import TIME
 from sbpflow.data.prepare import prepare, stage
 from sbpflow.data.prepare.csv_text import parse_table
 from sbpflow.data.prepare.new_rows import encode
-from sbpflow.data.prepare.remote import input_path
 from sbpflow.data.prepare.schema_file import read_schema
 from sbpflow.data.prepare.tables import table_piece
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.remote_path import input_path
 from tests.data.rows import all_words, run_prepare
 
 LINES = "separator: ','\nquote: '\"'\n"

@@ -356,7 +356,7 @@ def test_a_table_in_another_encoding_is_refused(tmp_path, broken):
 
 def test_remote_tables_are_copied_first(tmp_path):
     fsspec = pytest.importorskip("fsspec")
-    from sbpflow.data.prepare.remote import input_path
+    from sbpflow.runtime.files.remote_path import input_path
 
     census(tmp_path / "t.parquet")
     fsspec.filesystem("memory").pipe("/p/t.parquet", (tmp_path / "t.parquet").read_bytes())

@@ -20,8 +20,8 @@ from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.prepare.decompress import decompressed
-from sbpflow.data.prepare.remote import RemotePath, input_path
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.remote_path import RemotePath, input_path
 from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.quick import diagonal
 
