@@ -260,24 +260,13 @@ def check_ids(manifest: Manifest, like: Manifest, key: str = "--input") -> None:
     else:
         ancestors = (ancestor.digest for ancestor in like.ancestors)
         has_ids = digest in (like.vocabulary_digest, *ancestors)
-    if has_ids and _transforms(manifest) == _transforms(like):
+    if has_ids and manifest.transforms == like.transforms:
         return
     what = f"ids in {manifest.path} are not from the model's vocabulary"
     if has_ids:
         what = f"dense values in {manifest.path} are not transformed as in the model's set"
     advice = "use the raw rows as input, or encode them" if key == "--input" else "encode its rows"
     raise ConfigError(f"{key}: the {what}; {advice} with `sbpflow encode --like {like.origin}`")
-
-
-def _transforms(manifest: Manifest) -> list[Any]:
-    """Return the name, transform, constants, and limits of each dense column."""
-    content = manifest.content
-    fitted = content.get("fitted", {})
-    clips = {each["name"]: each["clip"] for each in content.get("schema", {}).get("numbers", ())}
-    return [
-        (name := entry["name"], entry.get("transform"), fitted.get(name), clips.get(name))
-        for entry in content["dense"]
-    ]
 
 
 def check_split(manifest: Manifest, split: str, name: object) -> None:

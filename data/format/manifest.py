@@ -211,6 +211,21 @@ class Manifest:
         return (self.content.get("vocabulary") or {"fields": {}})["fields"]
 
     @property
+    def transforms(self) -> list[Any]:
+        """Return the name, transform, constants, and limits of each dense column."""
+        fitted, schema = self.content.get("fitted", {}), self.content.get("schema", {})
+        clips = {entry["name"]: entry["clip"] for entry in schema.get("numbers", ())}
+        return [
+            (name := entry["name"], entry.get("transform"), fitted.get(name), clips.get(name))
+            for entry in self.content["dense"]
+        ]
+
+    @property
+    def transforms_digest(self) -> str:
+        """Return a digest of the transforms of all dense columns, with their constants."""
+        return digest(self.transforms)
+
+    @property
     def ancestors(self) -> tuple[Ancestor, ...]:
         """Return the vocabularies from which this vocabulary grew, nearest first."""
         vocabulary = self.content.get("vocabulary") or {}

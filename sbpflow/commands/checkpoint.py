@@ -106,6 +106,7 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
         "fingerprint": "",
         "content_id": "",
         "vocabulary_digest": keyed.vocabulary_digest,
+        "transforms_digest": keyed.transforms_digest,
     }
     given = {name: Values(*arrays) for name, arrays in values.items()}
     return to_keys(checkpoint, given, facts, output)

@@ -196,6 +196,7 @@ def facts_of(manifest: "Manifest") -> "DataFacts":
         fingerprint=manifest.fingerprint,
         content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,
+        transforms_digest=manifest.transforms_digest,
         ancestors=tuple(ancestor.digest for ancestor in manifest.ancestors),
     )
 

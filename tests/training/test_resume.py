@@ -13,6 +13,7 @@ from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import read_run
 from sbpflow.commands import train
+from sbpflow.data.__main__ import main as data_main
 from sbpflow.data.format.metadata import check_metadata_folder
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import any_path
@@ -414,6 +415,32 @@ def test_a_new_run_may_have_other_batches_and_another_order(synth_set, whole, tm
     assert last_step(tmp_path / "b") == 12 + 16  # the 3,800 rows that are left of epoch 2
     assert run(synth_set, tmp_path / "c", resume, "run.seed=8") == 0
     assert last_step(tmp_path / "c") == 12 + 20  # the other order starts at its first row
+
+
+def test_a_set_with_other_constants_of_dense_columns_is_refused(tmp_path):
+    """Hashed ids and keys mean the same in all sets, but constants are fitted to the rows."""
+    schema = tmp_path / "schema.yaml"
+    columns = "dense: {price: standardise}\nsparse: {shop: integer}\n"
+    schema.write_text(f"header: true\nseparator: ','\nlabel: click\n{columns}")
+
+    def prepared(name, power, *options):
+        rows = "\n".join(f"{row % 2},{row**power},{row % 7}" for row in range(100))
+        (tmp_path / f"{name}.csv").write_text(f"click,price,shop\n{rows}\n")
+        given = ["--input", tmp_path / f"{name}.csv", "--output", tmp_path / name, *options]
+        assert data_main(["prepare", *map(str, given), "--workers", "1"]) == 0
+        return tmp_path / name
+
+    def start(path, name, *more):
+        model = "model.wide={columns: [shop], crosses: []}"
+        return run(path, tmp_path / name, model, "data.batch_size=20", "train.max_steps=1", *more)
+
+    own = ("--schema", schema, "--hash-size", "20")
+    monday = prepared("monday", 1, *own)
+    assert start(monday, "a") == 0
+    resume = f"checkpoint.resume={tmp_path / 'a'}"
+    with pytest.raises(ConfigError, match=rf"other transforms .* prepare --like {monday}`"):
+        start(prepared("tuesday", 2, *own), "b", resume)
+    assert start(prepared("like", 2, "--like", monday), "b", resume) == 0
 
 
 def test_a_batch_size_that_leaves_one_row_for_batch_norm_is_refused(synth_set, tmp_path):

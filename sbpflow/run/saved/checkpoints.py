@@ -184,7 +184,7 @@ class Checkpoints:
         """Return a checkpoint's documents; {} on all ranks except rank 0, which writes them."""
         if self._world.rank:
             return {}
-        names = ("path", "fingerprint", "content_id", "vocabulary_digest")
+        names = ("path", "fingerprint", "content_id", "vocabulary_digest", "transforms_digest")
         return {
             "config": plain(self._config),
             "plan": json.loads(plan_to_json(self._job.plan)),

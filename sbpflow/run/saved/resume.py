@@ -48,14 +48,15 @@ _SET, _START = "the set in data.path", "the checkpoint in checkpoint.resume"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Digests of a prepared set's files, rows, and vocabulary. ``ancestors`` are the vocabulary
-    digests of the sets that this set was grown from.
+    """Digests of a prepared set's files, rows, vocabulary, and dense transforms. ``ancestors`` are
+    the vocabulary digests of the sets that this set was grown from.
     """
 
     path: str
     fingerprint: str
     content_id: str
     vocabulary_digest: str | None = None
+    transforms_digest: str | None = None
     ancestors: tuple[str, ...] = ()
 
     def relation(self, saved: Mapping[str, Any]) -> str:
@@ -70,6 +71,13 @@ class DataFacts:
         digest = saved.get("vocabulary_digest")
         known = digest is not None and digest in (self.vocabulary_digest, *self.ancestors)
         return "grown" if known else "other"
+
+    def has_transforms_of(self, saved: Mapping[str, Any]) -> bool:
+        """Return False if dense values in the ``saved`` set have other transforms or constants. If
+        an earlier version saved the set, this is unknown, and the result is True.
+        """
+        digest = saved.get("transforms_digest")
+        return digest is None or digest == self.transforms_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +418,13 @@ def _restore(path: AnyPath, job: Job, data: DataFacts) -> str:
                 f"that of {data.path}; use the training set, or a set that was grown from it "
                 "(sbpflow prepare --like OLD --grow), or, for a set with keys, convert the "
                 "checkpoint first (sbpflow checkpoint to-keys)"
+            )
+        if relation == "grown" and not data.has_transforms_of(saved):
+            raise CheckpointError(
+                f"{path} was trained on the set {saved['path']}, whose dense columns have other "
+                f"transforms or constants than those of {data.path}, so the same number would mean "
+                "something else to the model; prepare the rows with `sbpflow prepare --like "
+                f"{saved['path']}`"
             )
         check_loop(checkpoint) if relation == "grown" else check_start(checkpoint)
         job.restore(checkpoint, grown=relation == "grown")

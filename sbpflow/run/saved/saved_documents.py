@@ -18,7 +18,8 @@ def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
     data = _object(checkpoint, "data", checkpoint.documents.get("data"))
     for key in ("path", "fingerprint"):
         _need(checkpoint, f"data.{key}", data.get(key), _is_text, "text")
-    for key in ("content_id", "vocabulary_digest"):  # earlier versions have no ``content_id``
+    # Earlier versions have no ``content_id`` and no ``transforms_digest``.
+    for key in ("content_id", "vocabulary_digest", "transforms_digest"):
         _need(checkpoint, f"data.{key}", data.get(key), _is_text_or_none, "text or null")
     return data
 
