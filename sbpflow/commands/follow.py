@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from argparse import Namespace
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,8 @@ def check_output(
 ) -> None:
     """Raise ConfigError if ``folder`` is the run folder ``run`` or one of the folders
     ``checkpoints``, contains checkpoints, or is itself a bundle: exports would replace checkpoints
-    or be taken for checkpoints, or servers would load only that bundle.
+    or be taken for checkpoints, or servers would load only that bundle. Also raise ConfigError if
+    ``folder`` cannot be written to.
     """
     from sbpflow.checkpoint.folder import list_checkpoints
     from sbpflow.checkpoint.format import INDEX_FILE
@@ -199,6 +201,26 @@ def check_output(
             f"{key}: {folder} is itself a bundle, and servers would not load the step-N exports "
             f"written to it; use another folder, such as {folder}-live"
         )
+    _check_writable(key, folder)
+
+
+def _check_writable(key: str, folder: "AnyPath") -> None:
+    """Raise ConfigError if files cannot be written to ``folder``, for example because a bucket does
+    not exist. After the start, an exporter would only log such errors, and try again.
+    """
+    from sbpflow.config.checks import writable_folder
+
+    if isinstance(folder, Path):
+        writable_folder(key, folder, "out/live")
+        return
+    file = folder / f".{uuid.uuid4().hex}"
+    try:
+        file.write_bytes(b"test")
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {error}; use a URL that you can write to, or a local folder"
+        ) from error
 
 
 @contextmanager

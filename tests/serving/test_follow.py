@@ -406,6 +406,27 @@ def test_exports_into_a_bundle_or_checkpoints_are_refused(run, synth_set, tmp_pa
         train.main(["--config", CONFIG, *options])
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_at_the_start(
+    run, synth_set, tmp_path, monkeypatch
+):
+    """A run's exporter could only log this, and the run would end without any export."""
+
+    def fail(self, data):
+        raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(self))
+
+    monkeypatch.setattr(RemotePath, "write_bytes", fail)
+    (tmp_path / "file").touch()
+    for place, text in (
+        ("memory://no-bucket/out", r"no such file or folder: .*no-bucket/out.*; use a URL"),
+        (tmp_path / "file" / "out", r"\S+/file/out is not writable \(not a directory\)"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--output: .*{text}"):
+            export(["--follow", str(run), "--output", str(place)])
+        options = words(synth_set, tmp_path / "run", *OPTIONS, f"export={{dir: {place}}}")
+        with pytest.raises(ConfigError, match=rf"export\.dir: .*{text}"):
+            train.main(["--config", CONFIG, *options])
+
+
 def test_exports_do_not_replace_checkpoints(run, tmp_path):
     folder = tmp_path / "run/checkpoints"
     shutil.copytree(run, folder)
