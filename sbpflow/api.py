@@ -31,6 +31,7 @@ from sbpflow.config.schema import Config
 from sbpflow.data import RowLoader, load_manifest
 from sbpflow.data.frames import Frame, input_of, like, named_rows, prepared_set
 from sbpflow.data.predictions import Scoring
+from sbpflow.data.prepare.workspace import only_run
 from sbpflow.data.values import values_and_rows
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.registry import MODELS
@@ -214,17 +215,19 @@ class Run:
         ``compiled`` and ``onnx`` add optional files.
         """
         checkpoint, config = self._checkpoint()
-        return export_model(
-            checkpoint,
-            config,
-            local_path(output),
-            rows=rows,
-            scored=None if score is None else any_path(score),
-            split=split,
-            pt2=pt2,
-            compiled=compiled,
-            onnx=onnx,
-        )
+        folder = local_path(output)
+        with only_run(folder):
+            return export_model(
+                checkpoint,
+                config,
+                folder,
+                rows=rows,
+                scored=None if score is None else any_path(score),
+                split=split,
+                pt2=pt2,
+                compiled=compiled,
+                onnx=onnx,
+            )
 
     def _checkpoint(self) -> tuple[Checkpoint, Config]:
         _check_alone()

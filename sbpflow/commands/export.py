@@ -89,6 +89,7 @@ def _check_used(parser: ArgumentParser, args: Namespace) -> None:
 
 def export(argv: Sequence[str]) -> int:
     """Write a trained model as a bundle."""
+    from sbpflow.data.prepare.workspace import only_run
     from sbpflow.run.saved.saved_model import weights_text
 
     args = _arguments(argv)
@@ -104,7 +105,8 @@ def export(argv: Sequence[str]) -> int:
     if isinstance(args.output, RemotePath):
         files = export_to(args.output, checkpoint, config, **options)
     else:
-        files = export_model(checkpoint, config, args.output, **options)
+        with only_run(args.output):
+            files = export_model(checkpoint, config, args.output, **options)
     for file in files:
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0

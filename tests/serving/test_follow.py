@@ -18,6 +18,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import follow, train
 from sbpflow.commands.export import export, export_model, export_to
 from sbpflow.commands.follow import LOCK_FILE, exports_in
+from sbpflow.data.prepare.workspace import only_run
 from sbpflow.errors import CheckpointError, ConfigError, DataError, StoreError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.export import chain
@@ -273,6 +274,16 @@ def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch
     assert export([*words, "--parent", str(os.getppid())]) == 0
     assert "waiting: --output: another export" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == [LOCK_FILE, "step-20"]
+
+
+def test_two_exports_of_the_same_bundle_do_not_run_at_once(run, tmp_path):
+    """The second one would remove the unfinished files of the first one."""
+    words = ["--checkpoint", str(run), "--output", str(tmp_path / "model")]
+    with only_run(tmp_path / "model"):
+        before = list(tmp_path.iterdir())
+        with pytest.raises(ConfigError, match=r"another run \(process .*\) is writing .*/model;"):
+            export(words)
+        assert list(tmp_path.iterdir()) == before
 
 
 def test_follow_tries_again_after_a_full_disk(run, tmp_path, monkeypatch, caplog):
