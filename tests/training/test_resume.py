@@ -462,6 +462,25 @@ def test_a_run_without_checkpoints_does_not_move_an_unfinished_run(
     assert (tmp_path / "previous-1/checkpoints/step-4/index.json").is_file()
 
 
+@pytest.mark.parametrize("at", [3, None])
+def test_a_run_that_saves_nothing_may_name_a_url_with_checkpoints(
+    synth_set, tmp_path, monkeypatch, at
+):
+    """Its own files cannot replace the checkpoints there, of a finished or an unfinished run."""
+    pytest.importorskip("fsspec")
+    folder = any_path(f"memory://unsaved/{at}")
+    more = (f"checkpoint.dir={folder}", "checkpoint.every=2", "train.max_steps=4")
+    if at is None:
+        assert run(synth_set, tmp_path / "a", *more) == 0
+    else:
+        interrupted(synth_set, tmp_path / "a", monkeypatch, at, *more)
+    before = folder.sizes()
+    assert run(synth_set, tmp_path / "b", *more, "checkpoint.every=0") == 0
+    assert folder.sizes() == before
+    with pytest.raises(ConfigError, match="sbpflow cannot rename them at a URL"):
+        run(synth_set, tmp_path / "b", *more, "checkpoint.resume=never")
+
+
 def test_signals_do_not_save_if_configured(synth_set, tmp_path):
     assert run(synth_set, tmp_path, "checkpoint.every=0", "train.max_steps=2") == 0
     assert not (tmp_path / "checkpoints").exists()

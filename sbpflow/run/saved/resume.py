@@ -232,7 +232,8 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
         return _decide_from(_checkpoint_at(any_path(resume)), config, data, new_run)
     saved = read_run(folder) if resume == "auto" else None
     if not config.checkpoint.every:
-        if saved is not None and saved.status != "finished" and list_checkpoints(folder):
+        is_moved = isinstance(folder, Path) and list_checkpoints(folder)
+        if saved is not None and saved.status != "finished" and is_moved:
             raise ConfigError(
                 f"checkpoint.every is 0, but {folder} contains checkpoints of an unfinished run, "
                 "which a run without checkpoints would move aside; use checkpoint.resume=never to "
@@ -366,10 +367,11 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
 
 def _move_aside(config: Config) -> None:
     """Move another run's files in checkpoint.dir aside; ``training/report.py`` does the same in
-    run.dir."""
+    run.dir. At a URL, nothing can be moved, so a run that would save there is refused.
+    """
     folder = checkpoint_dir(config)
     if isinstance(folder, RemotePath):
-        if list_checkpoints(folder):
+        if config.checkpoint.every and list_checkpoints(folder):
             raise ConfigError(
                 f"checkpoint.dir: {folder} contains checkpoints of an earlier run, and "
                 f"sbpflow cannot rename them at a URL; use, for example, checkpoint.dir={folder}-2"
