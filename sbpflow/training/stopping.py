@@ -106,12 +106,19 @@ class Plateau(Best):
 
 
 class Watchers:
-    """The watchers of val in a run, each of which is optional; ``best`` tracks the best weights."""
+    """The watchers of val in a run, each of which is optional; ``best`` tracks the best weights.
+    ``eval_rows`` is ``train.eval_rows``.
+    """
 
     def __init__(
-        self, stop: Stopper | None, plateau: Plateau | None, best: Best | None = None
+        self,
+        stop: Stopper | None,
+        plateau: Plateau | None,
+        best: Best | None = None,
+        eval_rows: int | None = None,
     ) -> None:
         self.stop, self.plateau, self.best = stop, plateau, best
+        self._eval_rows = eval_rows
 
     @staticmethod
     def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
@@ -122,6 +129,7 @@ class Watchers:
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
             None if best is None else Best(best),
+            config.eval_rows,
         )
 
     @property
@@ -173,15 +181,21 @@ class Watchers:
 
     def state(self) -> dict[str, dict[str, float | int | str | None]]:
         """Return the state for ``load``."""
-        return {name: watcher.state() for name, watcher in self._all.items()}
+        states = {name: watcher.state() for name, watcher in self._all.items()}
+        if self.best is not None:
+            states["best"]["eval_rows"] = self._eval_rows
+        return states
 
     def load(self, state: Mapping[str, State]) -> None:
         """Restore a saved state. A watcher that the state lacks, or has with another metric, starts
-        over.
+        over. So does ``best`` if ``eval_rows`` has changed, because values on other rows cannot be
+        compared.
         """
         for name, watcher in self._all.items():
-            if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
-                watcher.load(state[name])
+            saved = state.get(name)
+            wanted = {"metric": watcher.metric, "eval_rows": self._eval_rows}
+            if saved and all(saved.get(key, value) == value for key, value in wanted.items()):
+                watcher.load(saved)
 
 
 def _value(evaluation: Evaluation | None, metric: Metric) -> float:

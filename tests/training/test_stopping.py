@@ -80,6 +80,19 @@ def test_state_survives_json():
     assert whole.rate_scale == pytest.approx(0.01)
 
 
+def test_the_best_value_starts_over_if_other_rows_are_scored():
+    first = Watchers.of(TrainConfig(eval_rows=500), "auc")
+    assert first.best is not None
+    first.best.push(4, 0.9)
+    state = json.loads(json.dumps(first.state()))
+    old = {"best": {key: value for key, value in state["best"].items() if key != "eval_rows"}}
+    for saved, eval_rows, step in ((state, 500, 4), (state, 200, 0), (state, None, 0), (old, 9, 4)):
+        again = Watchers.of(TrainConfig(eval_rows=eval_rows), "auc")
+        again.load(saved)
+        assert again.best is not None
+        assert again.best.step == step
+
+
 def feed(watchers: Watchers, values: list[float], start: int) -> None:
     for step, value in enumerate(values, start + 1):
         for watcher in (watchers.stop, watchers.plateau):
