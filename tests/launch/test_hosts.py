@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +170,35 @@ def test_a_world_on_two_hosts_uses_pairwise_messages_automatically(tmp_path):
             assert found == f"((0,), (1,)) {machine.interface} True"
 
 
+ONE_HOST = """
+from sbpflow.runtime.processes.launch import run_main
+from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.runtime.ranks.world import World
+run_main(lambda: World.start("cpu", timeout_s=60, topology=Topology.one_host(2)) and None)
+"""
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_world_refuses_a_host_with_ranks_of_two_namespaces():
+    where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
+    with two_machines() as machines:
+        processes = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", machine.name, sys.executable, "-c", ONE_HOST],
+                cwd=ROOT,
+                env=os.environ | where | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        output = "".join(output_of(process, LIMIT_S) for process in processes)
+    assert [process.returncode for process in processes] == [2, 2], output
+    assert output.count("error: parallel.topology: ranks [0, 1] are listed as one host") == 1
+
+
 def test_tables_too_large_for_one_host_are_planned_for_all_hosts(monkeypatch):
     """Before the ranks join, each host plans as if it had all of them."""
     one, two = Topology.one_host(4), Topology(hosts=((0, 1), (2, 3)))
@@ -232,11 +263,14 @@ def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit
         processes[1].communicate()
 
 
-def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topology]:
+def find_all(
+    size: int, store: dist.Store, timeout_s: float = 30.0, given: Topology | None = None
+) -> list[Topology]:
     """Find the topology of all ranks, with one thread per rank."""
     with ThreadPoolExecutor(size) as pool:
+        stores = [TimedStore(store, "here") for _ in range(size)]
         ranks = [
-            pool.submit(find_topology, TimedStore(store, "here"), rank, size, "cpu", timeout_s)
+            pool.submit(find_topology, stores[rank], rank, size, "cpu", timeout_s, given)
             for rank in range(size)
         ]
         return [rank.result() for rank in ranks]
@@ -282,6 +316,8 @@ def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeyp
         assert topology.hosts_source == "assumed"
     warning = "ranks 2..3 are assumed to share a host because of LOCAL_WORLD_SIZE or MASTER_ADDR"
     assert sum(warning in message for message in caplog.messages) == 1
+    given = Topology.one_host(4)
+    assert find_all(4, dist.HashStore(), given=given) == [given] * 4
     for value, shown in (("3", "3"), (None, "unset")):
         if value is None:
             monkeypatch.delenv("LOCAL_WORLD_SIZE")
@@ -291,6 +327,20 @@ def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeyp
             find_all(4, dist.HashStore(), timeout_s=1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert find_all(4, dist.HashStore())[0].hosts == ((0, 1, 2, 3),)
+
+
+def test_ranks_of_a_given_host_must_share_a_namespace(monkeypatch):
+    @contextmanager
+    def leader(secret: str, rank: int, end: float) -> Iterator[int]:
+        yield rank - rank % 2  # two ranks in each of two namespaces
+
+    monkeypatch.setattr(hosts, "_leader", leader)
+    for listed in (((0, 1), (2, 3)), ((0,), (1,), (2, 3))):
+        given = Topology(hosts=listed)
+        assert find_all(4, dist.HashStore(), given=given) == [given] * 4
+    message = r"ranks \[0, 1, 2, 3\] are listed as one host, but \[0, 1\] and \[2, 3\] are in"
+    with pytest.raises(ConfigError, match=message):
+        find_all(4, dist.HashStore(), given=Topology.one_host(4))
 
 
 def test_a_topology_knows_the_hosts_of_ranks():

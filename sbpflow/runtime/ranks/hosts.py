@@ -34,16 +34,22 @@ _MAX_ANSWER_BYTES = 64
 
 
 def find_topology(
-    store: TimedStore | None, rank: int, size: int, device_type: str, timeout_s: float
+    store: TimedStore | None,
+    rank: int,
+    size: int,
+    device_type: str,
+    timeout_s: float,
+    given: Topology | None = None,
 ) -> Topology:
     """Return the hosts and memory of all ranks, with the same result on every rank.
 
     Every rank connected to ``store`` must call this function. Later calls return the same value.
-    Raises AbsentError, naming the missing ranks, if some ranks do not call this function within
-    ``timeout_s``.
+    With ``given``, return this topology, but first check that the ranks that it puts on one host
+    share one. Raises AbsentError, naming the missing ranks, if some ranks do not call this function
+    within ``timeout_s``, and ConfigError, on every rank, if ``given`` is wrong.
     """
     if store is None or size == 1:
-        return assumed_topology(size, device_type)
+        return given or assumed_topology(size, device_type)
     store.answer_s = max(timeout_s, store.answer_s)
     key, end = f"host/{rank}", time.monotonic() + timeout_s
     with contextlib.ExitStack() as until_all_ranks_know:
@@ -51,12 +57,21 @@ def find_topology(
             text = store.get(key)
         else:
             secret = store.claim("host secret", uuid.uuid4().hex)
-            leader, source = until_all_ranks_know.enter_context(_leader(secret, rank, size, end))
+            source: HostsSource = "handshake"
+            try:
+                leader = until_all_ranks_know.enter_context(_leader(secret, rank, end))
+            except OSError as error:
+                source = "assumed"
+                leader = _leader_by_environment(rank, size, error) if given is None else rank
             text = json.dumps([leader, source, memory_bytes(device_type)])
         by_rank = map(json.loads, gather(store, "host", rank, size, text, timeout_s))
         leaders, sources, memory = zip(*by_rank, strict=True)
-    source: HostsSource = "assumed" if "assumed" in sources else "handshake"
-    return _topology(leaders, source, memory, device_type)
+    is_assumed = "assumed" in sources
+    if given is not None:
+        if not is_assumed:
+            _check_given(given, leaders)
+        return given
+    return _topology(leaders, "assumed" if is_assumed else "handshake", memory, device_type)
 
 
 def assumed_topology(size: int, device_type: str) -> Topology:
@@ -86,13 +101,29 @@ def _topology(
     )
 
 
+def _check_given(given: Topology, leaders: Sequence[int]) -> None:
+    """Raise ConfigError if ``given`` puts ranks with different leaders on one host."""
+    for host in given.hosts:
+        by_leader: dict[int, list[int]] = {}
+        for rank in host:
+            by_leader.setdefault(leaders[rank], []).append(rank)
+        if len(by_leader) > 1:
+            parts = " and ".join(str(ranks) for ranks in by_leader.values())
+            raise ConfigError(
+                f"parallel.topology: ranks {list(host)} are listed as one host, but {parts} are in "
+                "different network namespaces; list them as separate hosts, or remove "
+                "parallel.topology, so that the hosts are detected"
+            )
+
+
 @contextlib.contextmanager
-def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[int, HostsSource]]:
-    """Yield the leading rank of this rank's host, and how that rank was found.
+def _leader(secret: str, rank: int, end: float) -> Generator[int]:
+    """Yield the leading rank of this rank's host.
 
     A leader answers the other ranks inside the context. ``secret`` is unique per launch: one half
     is part of the socket's name, and the other half proves that an answer is from this launch.
-    Raises AbsentError if the leader does not answer before ``end``.
+    Raises AbsentError if the leader does not answer before ``end``, and OSError if this process
+    cannot use the socket.
     """
     name, token = f"\0sbpflow/{secret[:16]}", secret[16:]
     with contextlib.ExitStack() as stack:
@@ -112,11 +143,10 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
                 ) from error
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    yield _leader_by_environment(rank, size, error), "assumed"
-                    return
+                    raise
                 time.sleep(_RETRY_S)  # another rank has just bound the name, so ask that rank
             else:
-                yield leader, "handshake"
+                yield leader
                 return
 
 

@@ -130,8 +130,8 @@ class World:
         and versions, before torch connects the ranks. Without a ``topology`` the ranks discover
         which of them share a host. On CPU, ranks of a host pass messages through shared memory,
         unless ``shared_memory`` is False or numba is not installed. Raises ConfigError if facts
-        differ, the device is unavailable or the environment is incomplete, and AbsentError if some
-        ranks do not join in time.
+        differ, the device is unavailable, the environment is incomplete, or ranks that ``topology``
+        puts on one host do not share one, and AbsentError if some ranks do not join in time.
         """
         meeting = rendezvous or meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
@@ -145,7 +145,7 @@ class World:
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
             met = await_ranks(timeout_s, agreed)
             ranks = (meeting.rank, meeting.size, chosen.type)
-            topology = topology or find_topology(met.store, *ranks, timeout_s)
+            topology = find_topology(met.store, *ranks, timeout_s, topology)
             choose_interface(met.store, meeting.rank, topology, timeout_s)
         if owns:
             if chosen.type == "cuda":
