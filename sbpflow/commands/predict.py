@@ -307,14 +307,15 @@ def open_rows(
 
     world_size = world_size_of_environment()
     device_type = device_type_of(config.parallel.device)
-    config, planned = saved_layouts(checkpoint, config, world_size, device_type)
+    config, _ = saved_layouts(checkpoint, config, world_size, device_type)
     config = replace(config, run=replace(config.run, dir=home))
     few = world_size == 1 and scoring.is_small(config.data.batch_size)
     config = _for_few_rows(config) if few else config
 
     def make(topology: "Topology") -> "tuple[RunPlan, ModelSpec]":
+        laid, planned = saved_layouts(checkpoint, config, world_size, device_type, topology.hosts)
         spec, plan = plan_run(
-            config,
+            laid,
             fields_of(scoring.like),
             world_size=world_size,
             device_type=device_type,

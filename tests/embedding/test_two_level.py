@@ -3,8 +3,10 @@
 The ranks of a test share one machine; a grid or a topology says which of them form a host.
 """
 
+import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from benchmarks.torchrec_models import config_of, fields_of
 from benchmarks.two_level import SHAPE
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.parse import plain
 from sbpflow.config.schema import ClipConfig
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig, TableRule
@@ -22,7 +25,7 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.price import price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.embedding.plan.two_level import UniqueTwoLevel
+from sbpflow.embedding.plan.two_level import UniqueTwoLevel, is_two_level
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
@@ -32,7 +35,9 @@ from sbpflow.planner.shapes import plan_of, problem_of, shapes_of
 from sbpflow.planner.task import Shape, embedding_plan, plan_of_tree, plan_tree
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe
+from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.planning.summary import expected_traffic, traffic_lines
+from sbpflow.run.saved.saved_model import saved_layouts
 from sbpflow.runtime.ranks.topology import Link, Topology
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import balanced_sizes
@@ -370,3 +375,25 @@ def test_planner_prices_and_chooses_two_hops():
     merged = sum(task.stats[t.name].touched(task.lookups(t) / 2) / 2 for t in task.tables)
     for rank in count_work(task, plan):  # half of a merged row's requests stay on the host
         assert rank[INDEX["network_bytes"]] == pytest.approx(merged / 2 * (4 + 2 * 4 * 128))
+
+
+@pytest.mark.parametrize("key", ["plan", "tables"])
+def test_saved_layouts_have_two_hops_only_on_hosts_that_they_fit(key):
+    """The rules of a saved plan contain ranks, which a user of ``predict`` cannot change."""
+    hops = {"*": TableRule(sbp="(S(0), S(0))")}
+    config = make_config(None, "sgd", tables=hops if key == "tables" else None)
+    if key == "plan":
+        config = replace(config, parallel=replace(config.parallel, plan="auto"))
+    ranks = {"world_size": 4, "device_type": "cpu"}
+    _, plan = plan_run(config, FIELDS, **ranks, planned=hops, topology=HOSTS)
+    documents = {"config": plain(config), "plan": json.loads(plan_to_json(plan))}
+    run = SimpleNamespace(documents=documents)
+    uneven, apart = ((0,), (1, 2, 3)), ((0,), (1,), (2,), (3,))
+    for hosts in (HOSTS.hosts, ((0, 1, 2, 3),), apart, uneven):
+        laid, rules = saved_layouts(run, config, 4, "cpu", hosts)
+        topology = Topology(hosts=hosts)
+        _, plan = plan_run(laid, FIELDS, **ranks, planned=rules, topology=topology)
+        has_two = {is_two_level(each.layout) for each in plan.layouts.values()}
+        assert has_two == {hosts != uneven and not (key == "plan" and hosts == apart)}
+    laid, _ = saved_layouts(SimpleNamespace(documents={}), config, 4, "cpu", uneven)
+    assert laid.parallel.tables == config.parallel.tables, "overrides are kept"

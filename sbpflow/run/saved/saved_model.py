@@ -27,7 +27,7 @@ from sbpflow.config.load import config_from_tree
 from sbpflow.config.parse import plain
 from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
-from sbpflow.config.table_rules import ParallelConfig, TableRule, rule_of
+from sbpflow.config.table_rules import Hosts, ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.plan.vocabularies import vocabulary_name
 from sbpflow.embedding.rules.base import KernelRequest
@@ -113,18 +113,23 @@ _DEVICE_KEYS = ("tf32", "cuda_graph", "row_buffer_fraction", "kernel", "kernels"
 
 
 def saved_layouts(
-    checkpoint: Checkpoint, config: Config, world_size: int, device_type: str = "cpu"
+    checkpoint: Checkpoint,
+    config: Config,
+    world_size: int,
+    device_type: str = "cpu",
+    hosts: Hosts | None = None,
 ) -> tuple[Config, dict[str, TableRule] | None]:
     """Return the saved configuration, adapted to ``world_size`` ranks on ``device_type``, and table
-    rules for ``plan_run``.
+    rules for ``plan_run``. ``hosts`` contains the ranks of each host, if they are known.
 
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
     other number. Therefore neither the planner nor the plan file is needed. Rules of
-    ``parallel.tables`` that do not fit this number of ranks become S(0), and the saved
-    ``parallel.topology`` is dropped. On another device, the saved kernels and keys for GPUs are
-    dropped, too. On other ranks or another device, ``train.early_rows`` and
-    ``train.late_gradients`` become auto, because they may not be possible there. Keys given as
-    overrides are kept, but storage rules of kind host are always dropped on CPU.
+    ``parallel.tables`` that do not fit this number of ranks, and all rules for two hops that do not
+    fit the hosts, become S(0), and the saved ``parallel.topology`` is dropped. On another device,
+    the saved kernels and keys for GPUs are dropped, too. On other ranks or another device,
+    ``train.early_rows`` and ``train.late_gradients`` become auto, because they may not be possible
+    there. Keys given as overrides are kept, but storage rules of kind host are always dropped on
+    CPU.
     """
     given: Any = plain(config.parallel)
     plan, tree = _plan_of(checkpoint), with_current_keys(_group(checkpoint.documents, "config"))
@@ -137,9 +142,8 @@ def saved_layouts(
     saved = _group(tree, "parallel")
     saved_tables = _group(saved, "tables")
     tables = {
-        pattern: TableRule(sbp="S(0)", comm_dtype=rule.comm_dtype)
-        if _needs_other_ranks(rule, world_size)
-        and given["tables"][pattern] == saved_tables.get(pattern)
+        pattern: _fitting(rule, world_size, hosts)
+        if given["tables"][pattern] == saved_tables.get(pattern)
         else rule
         for pattern, rule in config.parallel.tables.items()
     }
@@ -155,8 +159,9 @@ def saved_layouts(
         }
         parallel = replace(parallel, **{key: getattr(defaults, key) for key in keys}, storage=kept)
         config = replace(config, parallel=parallel)
-    same = config.parallel.plan == saved.get("plan")
-    return config, _planned_rules(checkpoint, world_size) if given["plan"] and same else None
+    if not given["plan"] or config.parallel.plan != saved.get("plan"):
+        return config, None
+    return config, _planned_rules(checkpoint, world_size, hosts)
 
 
 def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -165,23 +170,41 @@ def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", group) if isinstance(group, Mapping) else {}
 
 
-def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
-    """Return whether a rule names ranks that this world lacks, or needs another number of ranks."""
+def _fitting(rule: TableRule, world_size: int, hosts: Hosts | None) -> TableRule:
+    """Return the rule, or S(0) if the rule does not fit these ranks or hosts."""
+    if not _needs_other_ranks(rule, world_size, hosts):
+        return rule
+    return TableRule(sbp="S(0)", comm_dtype=rule.comm_dtype)
+
+
+def _needs_other_ranks(rule: TableRule, world_size: int, hosts: Hosts | None) -> bool:
+    """Return whether a rule names ranks that this world lacks, or needs another number of ranks or,
+    for two hops, other hosts.
+    """
     if rule.ranks is None:
+        uneven = len(set(map(len, hosts or ()))) > 1
+        if rule.splits_rows_twice and uneven:
+            return True
         return rule.sizes is not None and len(rule.sizes) != world_size
-    ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
-    if rule.splits_rows_twice:  # needs all ranks
-        return len(ranks) != world_size
+    rows = [row if isinstance(row, tuple) else (row,) for row in rule.ranks]
+    ranks = [rank for row in rows for rank in row]
+    if rule.splits_rows_twice:  # needs all ranks, and each row on one host
+        known = hosts or (tuple(ranks),)
+        together = all(any(set(row) <= set(host) for host in known) for row in rows)
+        return len(ranks) != world_size or not together
     if rule.sbp == "B" and len(ranks) not in (1, world_size):
         return True
     return max(ranks) >= world_size
 
 
-def _planned_rules(checkpoint: Checkpoint, world_size: int) -> dict[str, TableRule]:
+def _planned_rules(
+    checkpoint: Checkpoint, world_size: int, hosts: Hosts | None
+) -> dict[str, TableRule]:
     saved = _plan_of(checkpoint)
     if saved is None or saved.world_size != world_size:
         return {"*": TableRule(sbp="S(0)")}
-    return {escape(name): rule_of(layout) for name, layout in saved.layouts.items()}
+    rules = {escape(name): rule_of(layout) for name, layout in saved.layouts.items()}
+    return {pattern: _fitting(rule, world_size, hosts) for pattern, rule in rules.items()}
 
 
 def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
