@@ -50,6 +50,9 @@ class CoordinatedStop:
         if rank == 0 and not store.check(["at"]):
             if store.check([f"knows/{other}" for other in range(size)]):
                 store.set("at", str(step + 1))
+                # A write is not acknowledged, but this read is. Without it, another rank could
+                # complete that step before the key arrives at the store.
+                store.check(["at"])
             return False
         return store.check(["at"]) and step >= int(store.get("at"))
 
