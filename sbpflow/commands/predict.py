@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -221,18 +222,23 @@ def _load(model: _ModelOnWorker) -> _Loaded:
 
 
 _on_worker = Cached(_load)
+_one_at_a_time = threading.Lock()
 
 
 def _score(block: "Block", *, model: _ModelOnWorker) -> None:
-    """Score a block and write its file."""
+    """Score a block and write its file. A Dask worker may run tasks in several threads, which share
+    the model and the loader, so the process scores one block at a time.
+    """
     from sbpflow.run.execution.predict import predict_ranges
 
-    job, loader, blocks, scoring = _on_worker(model)
-    manifest = scoring.manifest()
-    num_rows = manifest.splits[scoring.split]
-    scored = predict_ranges(job.trainer, loader, job.boxing, [block], job.plan.batch_size, num_rows)
-    for _, scores, labels in scored:
-        blocks.write(manifest, block, scores, labels)
+    with _one_at_a_time:
+        job, loader, blocks, scoring = _on_worker(model)
+        manifest = scoring.manifest()
+        num_rows = manifest.splits[scoring.split]
+        size = job.plan.batch_size
+        scored = predict_ranges(job.trainer, loader, job.boxing, [block], size, num_rows)
+        for _, scores, labels in scored:
+            blocks.write(manifest, block, scores, labels)
 
 
 def blocks_of(

@@ -5,6 +5,7 @@ engine.
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from sbpflow.commands.predict import predict
 from sbpflow.data.engine import Engine
 from sbpflow.data.engine_backends import ENGINES, Threads
 from sbpflow.errors import ConfigError
+from sbpflow.training.trainer import Trainer
 from tests.data.engine_runs import workers
 from tests.data.rows import folder_bytes
 from tests.run import test_predict
@@ -87,6 +89,22 @@ def test_workers_that_scored_with_earlier_weights_load_the_new_weights(
     assert predict(words(trained, folder / "set", tmp_path / "expected", *BLOCK)) == 0
     check_equal(joined(tmp_path / "scores"), joined(tmp_path / "expected"))
     assert not joined(tmp_path / "scores").equals(earlier)
+
+
+def test_threads_of_a_worker_take_turns(run, folder, tmp_path, monkeypatch):
+    """The threads of a Dask worker share a model and a loader, like the threads of this process."""
+    real = Trainer.predict
+
+    def slowly(self, batch):
+        time.sleep(0.02)
+        return real(self, batch)
+
+    monkeypatch.setitem(ENGINES, "processes", Threads)
+    more = (*BLOCK, "--engine", "processes", "data.batch_size=10")
+    assert predict(words(run, folder / "set", tmp_path / "one", *more, "--workers", "1")) == 0
+    monkeypatch.setattr(Trainer, "predict", slowly)
+    assert predict(words(run, folder / "set", tmp_path / "many", *more, "--workers", "4")) == 0
+    assert folder_bytes(tmp_path / "many") == folder_bytes(tmp_path / "one")
 
 
 def test_an_output_file_is_refused_because_engines_write_folders(run, folder, tmp_path):
