@@ -156,9 +156,8 @@ def _opening(like: Manifest, name: str, field: str) -> Callable[[], Vocabulary]:
     """Return a function, which workers can call, that opens the vocabulary of a field in ``like``
     as the vocabulary ``name``.
     """
-    return partial(
-        read_vocabulary, like.path, name, like.field(field).rows, like.vocabularies[field]
-    )
+    folder, entry = like.path.absolute(), like.vocabularies[field]
+    return partial(read_vocabulary, folder, name, like.field(field).rows, entry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,9 @@ def _build(
 ) -> None:
     """Build the set in ``work/set`` from existing and new results."""
     states, sources = [written(source.path) for source in inputs], inputs
+    if not engine.shares_memory:  # the workers of a cluster may run in other folders
+        work = work.absolute()
+        inputs = [replace(source, path=source.path.absolute()) for source in inputs]
     inputs = list(engine.run(partial(fetch_table, work=work), inputs))
     num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(

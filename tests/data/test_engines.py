@@ -16,6 +16,7 @@ import pytest
 
 from sbpflow.data.__main__ import main
 from sbpflow.data.engine import Engine, EngineOptions, Home, open_engine
+from sbpflow.data.engine_backends import ENGINES, Threads
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
@@ -182,6 +183,32 @@ def test_encoding_and_growing_run_on_processes(tables, tmp_path):
             assert main([*words, str(tmp_path / words[0] / engine), "--engine", engine]) == 0
         sets = [folder_bytes(tmp_path / words[0] / name) for name in ("threads", "processes")]
         assert sets[0] == sets[1]
+
+
+class Elsewhere(Threads):
+    """Runs calls in another folder, like the workers of a running cluster."""
+
+    shares_memory = False
+
+    def submit(self, function, *arguments):
+        future, here = Future(), os.getcwd()
+        os.chdir("/")
+        try:
+            future.set_result(function(*arguments))
+        finally:
+            os.chdir(here)
+        return future
+
+
+def test_relative_paths_are_those_of_the_command(tables, clean, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "processes", Elsewhere)
+    monkeypatch.chdir(tmp_path)
+    options = options_of(tables, Path("set"), "processes")
+    inputs = tuple(Path(os.path.relpath(path)) for path in options.inputs)
+    prepare(replace(options, inputs=inputs))
+    assert folder_bytes(tmp_path / "set") == clean
+    words = ["--like", "set", "--input", str(inputs[0]), "--max-bad-fraction", "0.1"]
+    assert main(["encode", *words, "--output", "new", "--engine", "processes"]) == 0
 
 
 def test_the_former_option_part_is_rejected_with_its_replacement(tmp_path, capsys):
