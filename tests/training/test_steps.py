@@ -3,6 +3,7 @@ is needed.
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,30 @@ def test_explain_matches_the_log(ranks, world_size, scheme, tables, dense):
                 assert bytes_sent <= step["bytes_per_rank"][rank]
         if world_size == 1:
             assert not result["records"]
+
+
+def update_of_three_batches(world: World, config: Config) -> tuple[list[str], list[str]]:
+    """Return the sums of squared gradients in the plan and in the log, with this rank's bytes."""
+    job = make_job(world, config)
+    batches = make_batches(4, config.data.batch_size)[:3]
+    job.trainer.step([batch.part(world.rank, world.size) for batch in batches])
+    planned = [
+        f"{step.id} {step.bytes_sent(world.rank)}"
+        for phase, step in job.plan.steps()
+        if phase == "update" and any(world.rank in group for group in step.groups)
+    ]
+    sent = [f"{r.step_id} {r.bytes_sent}" for r in world.log.records if "row_state" in r.step_id]
+    return planned, sent
+
+
+def test_explain_matches_the_log_of_an_accumulated_step(ranks):
+    tables = {"deep.*": TableRule(sbp="S(1)", ranks=(0, 1))}
+    config = make_config("1", "rowwise_adagrad", tables=tables)
+    config = replace(config, train=replace(config.train, accumulate=3))
+    found = ranks(3, update_of_three_batches, config)
+    assert [len(planned) for planned, _ in found] == [1, 1, 0]
+    for planned, sent in found:
+        assert planned == sent
 
 
 def test_scheme_volumes_follow_the_derivations(ranks):

@@ -116,7 +116,7 @@ class RunPlan:
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
             ("clip", self.clip),
-            ("update", tables.update_steps(rows)),
+            ("update", tables.update_steps(self.accumulate * rows)),
         )
         if self.schedule.clips is CLIP:  # row updates do not wait for the gradient norm
             update = update[::-1]
