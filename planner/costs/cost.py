@@ -21,7 +21,7 @@ from sbpflow.planner.costs.profile import ERROR, Profile
 from sbpflow.planner.costs.work import base_work, joins_work, shape_work
 from sbpflow.planner.task import Choice, Task
 
-_ONCE_PER_STEP = [INDEX[name] for name in ("always", "dense_parameters")]
+_ONCE_PER_STEP = [INDEX[name] for name in ("always", "dense_parameters", "num_squares")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class TaskCost:
         held = np.zeros((NUM_FEATURES, 1))
         held[[MEMORY, BUFFERS]] = 1.0
         self.prices = np.concatenate([profile.prices(task.world_size), held], axis=1)
-        # The dense part is updated once per step; all other work runs once for each batch of the
-        # step.
+        # The dense part is updated, and squared gradients are summed, once per step. All other work
+        # runs once for each batch of the step, or is divided by the number of batches.
         times = np.full(NUM_FEATURES, float(task.accumulate))
         times[_ONCE_PER_STEP] = 1.0
         self.prices[:, :-1] *= times[:, None]

@@ -119,6 +119,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         slot_share=slot_share,
         slot_bytes=(RECORD_BYTES + SLOT_BYTES * slot_share) if plans_slots else 0.0,
         shares_state=rule.shares_row_state,
+        step_share=stats.step_share(lookups, task.accumulate),
     )
 
 

@@ -122,6 +122,8 @@ class Facts:
     slot_bytes: float = 0.0  # Bytes per row that the planning of cache slots takes on the device.
     # True if ranks that store different columns of a row share its state.
     shares_state: bool = False
+    # The distinct ids of all batches of a step, divided by the sum of those of each batch.
+    step_share: float = 1.0
 
     @property
     def samples(self) -> float:
@@ -140,7 +142,10 @@ class Facts:
         return rows * (self.slot_share * each + self.slot_bytes)
 
     def steps(self, rows: float, width: float) -> dict[str, float]:
-        """Return the work counts of an optimizer step on ``rows``."""
+        """Return the work counts of an optimizer step on ``rows``, divided by its batches. Each
+        batch has ``rows`` rows; rows of several batches take one step.
+        """
+        rows *= self.step_share
         elements = rows * width
         passes = elements * max(1, sum(self.state))
         return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
@@ -159,7 +164,7 @@ class Facts:
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
         """Return the bytes that are sent to sum squared gradients over the ranks that share
-        ``rows``; padding counts as rows.
+        ``rows``, divided by the batches of the step; padding counts as rows.
 
         In a ring of N ranks, each rank sends (N - 1) / N of the 4-byte values twice.
         """

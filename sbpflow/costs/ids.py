@@ -51,6 +51,14 @@ class IdCurve:
             y = float(np.interp(x, xs, ys))
         return min(math.exp(y), draws, self.distinct)
 
+    def step_share(self, draws: float, batches: int) -> float:
+        """Return the distinct rows of ``batches`` batches with ``draws`` lookups each, divided by
+        the sum of the distinct rows of each batch.
+        """
+        if batches == 1 or draws <= 0:
+            return 1.0
+        return self.touched(batches * draws) / (batches * self.touched(draws))
+
 
 @lru_cache(4096)  # cached, because a planner evaluates the same curve for many shapes
 def _logarithms(values: tuple[float, ...]) -> Floats:

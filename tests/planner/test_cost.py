@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sbpflow.costs.counts import INDEX, MEMORY, vector_of
+from sbpflow.costs.ids import click_curve
 from sbpflow.embedding.cache.slot_planner import planning_bytes
 from sbpflow.embedding.plan.price import plan_totals, price_plan
 from sbpflow.embedding.plan.row_storage import RowStorage
@@ -213,14 +214,27 @@ def test_a_step_takes_the_maximum_work_plus_the_maximum_transfers_of_each_phase(
     np.testing.assert_allclose(planned.memory, prediction.memory_bytes, atol=1)
 
 
-def test_a_step_of_several_batches_has_one_dense_update():
-    task = replace(TASK, dense=DenseWork(parameters=10_000_000))
-    plan = mixed_plan(task)
-    one, three = (
-        price(task=replace(task, accumulate=count)).predict(plan).step_ms for count in (1, 3)
-    )
-    once = vector_of({"always": 1.0, "dense_parameters": 1e7}) @ price(task=task).prices
-    assert three == pytest.approx(3 * one - 2 * once[:-1].sum())
+def test_a_step_of_several_batches_has_one_update():
+    task = replace(make_task(rows=(3000,)), dense=DenseWork(parameters=10_000_000))
+    plan, several = {"t0": every_shape()[8]}, replace(task, accumulate=3)  # S(1), unique
+    engine, size = embedding_plan(task, plan), task.batch_size
+    stepped = [INDEX[name] for name in ("step_rows", "step_elements", "step_passes")]
+    stepped.append(INDEX["reduced_bytes"])
+    for curve, one, each in (
+        (task.stats["t0"], count_work(task, plan), count_work(several, plan)),
+        (click_curve(3000), plan_totals(engine, size, {}), plan_totals(engine, size, {}, 3)),
+    ):
+        share = curve.touched(3 * size) / curve.touched(size) / 3
+        assert share < 0.9
+        np.testing.assert_allclose(each[:, stepped], share * one[:, stepped])
+    assert each[0, INDEX["num_squares"]] == pytest.approx(1 / 3)
+    assert price_plan(engine, size, accumulate=3).ms < price_plan(engine, size).ms - 1.0
+
+    once = ["always", "dense_parameters", "num_squares"]
+    times = np.where(vector_of(dict.fromkeys(once, 1.0)) > 0, 1.0, 3.0)
+    loads = (times * count_work(several, plan)) @ price(task=task).prices
+    predicted = price(task=several).predict(plan).step_ms
+    assert predicted == pytest.approx(loads[0, :-1].sum())
 
 
 # Profiles

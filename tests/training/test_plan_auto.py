@@ -368,7 +368,8 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     _, _, planned_run = planned(synth_set)
     _, _, four = planned(synth_set, ("train.accumulate=4",))
     assert four.task.accumulate == 4
-    assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
+    # The dense part and the rows are updated only once.
+    assert 2 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
     once = replace(four.task, accumulate=1)
     sent = TaskCost(four.cost.profile, once).predict(four.plan).sent_bytes
     assert [4 * each for each in sent] == pytest.approx(four.prediction.sent_bytes, abs=4)

@@ -154,7 +154,7 @@ class _Boxed(Exchange):
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
-            **facts.squares(touched if alike else facts.most_lookups, cut),
+            **facts.squares(facts.step_share * touched if alike else facts.most_lookups, cut),
         }
 
 

@@ -25,8 +25,10 @@ def price_plan(
     batch_size: int,
     topology: Topology | None = None,
     frequencies: Mapping[str, IdFrequencies] | None = None,
+    accumulate: int = 1,
 ) -> Price:
-    """Return the price of the embeddings in a step with a global batch of ``batch_size``.
+    """Return the price of the embeddings for a global batch of ``batch_size``. An optimizer step,
+    which every ``accumulate`` batches share, counts in equal parts for each of them.
 
     ``frequencies`` maps features to their id statistics. If there are several hosts, ranks are
     assumed to send within their host and to other hosts at the same time, and a call is assumed to
@@ -43,14 +45,17 @@ def price_plan(
         hop_byte_ms=hops,
         reduced_byte_ms=max(hops[0], reduced_far * hops[1]),
     )
-    totals = plan_totals(plan, batch_size, frequencies or {})
+    totals = plan_totals(plan, batch_size, frequencies or {}, accumulate)
     return price_of(totals, prices, (far, reduced_far), topology.speeds)
 
 
 def plan_totals(
-    plan: EmbeddingPlan, batch_size: int, frequencies: Mapping[str, IdFrequencies]
+    plan: EmbeddingPlan,
+    batch_size: int,
+    frequencies: Mapping[str, IdFrequencies],
+    accumulate: int = 1,
 ) -> Floats:
-    """Return the work counts of each rank ([ranks, F])."""
+    """Return the work counts of each rank ([ranks, F]); see ``price_plan``."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
     most = {feature.name: batch_size * feature.hotness for feature in plan.features}
@@ -94,12 +99,13 @@ def plan_totals(
                     state=stack.optimizer.state_counts,
                     slot_share=1.0 if table.storage is None else table.storage.share,
                     shares_state=stack.optimizer.shares_row_state,
+                    step_share=curve.step_share(lookups, accumulate),
                 )
                 _add_table(totals, group.kind, layout, stack.ranks_by_size[table.name], facts)
         for name in group.kind.calls:
             totals[:, INDEX[name]] += 1.0
         totals[:, INDEX["num_stacks"]] += len(group.stacks)
-        totals[:, INDEX["num_squares"]] += len(group.shared_state)
+        totals[:, INDEX["num_squares"]] += len(group.shared_state) / accumulate
     totals[:, INDEX["num_id_calls"]] = bool(plan.sent_columns) + bool(plan.sent_lists)
     for output in plan.outputs:
         if sum(group.output.name == output.name for group in plan.groups) > 1:

@@ -244,7 +244,7 @@ class UniqueColumns(RowExchange):
             "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
             # A rank keeps its own columns of the rows that it requests itself.
             "gradient_bytes": -wanted * width * facts.gradient_item,
-            **facts.squares(facts.touched, cut),
+            **facts.squares(facts.step_share * facts.touched, cut),
         }
 
 

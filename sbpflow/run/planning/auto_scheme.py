@@ -125,6 +125,7 @@ def rank_candidates(
     batch_size: int,
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies] | None = None,
+    accumulate: int = 1,
 ) -> list[Candidate]:
     """Return the candidates that fit in all ranks' memory, cheapest first; else raise PlanError."""
     limit = math.inf if topology.memory_bytes is None else sum(topology.memory_bytes)
@@ -138,7 +139,7 @@ def rank_candidates(
         size = table_bytes(planned)
         smallest = min(smallest, size)
         if size <= limit:
-            price = price_plan(planned, batch_size, topology, frequencies)
+            price = price_plan(planned, batch_size, topology, frequencies, accumulate)
             fitting += [Candidate(name, rules[name], price, planned) for name in names]
     if not fitting:
         raise PlanError(

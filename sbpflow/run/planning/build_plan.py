@@ -286,6 +286,7 @@ def _plan_tables(
         batch_size=config.data.batch_size,
         topology=topology,
         frequencies=frequencies,
+        accumulate=config.train.accumulate,
     )
     priced = tuple(PricedPlan(name=each.name, ms=each.price.ms) for each in ranked)
     return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced

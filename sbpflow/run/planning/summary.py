@@ -9,6 +9,7 @@ from typing import Any
 
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
+from sbpflow.costs.prices import Price
 from sbpflow.embedding.plan.price import price_plan
 from sbpflow.errors import ConfigError, PlanError
 from sbpflow.run.model.spec import Fields
@@ -131,7 +132,7 @@ def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:
     """Return the expected bytes of ids, rows, and row gradients that the busiest rank sends in an
     iteration, by link.
     """
-    price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
+    price = _price(plan, fields)
     near = price.sent_bytes - price.network_bytes
     return {"on a host": near, "between hosts": price.network_bytes}
 
@@ -146,14 +147,18 @@ def traffic_lines(expected: Mapping[str, int]) -> list[str]:
 
 
 def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:
-    facts = describe(plan)
-    price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
+    facts, price = describe(plan), _price(plan, fields)
     held = [sum(rank.values()) - rank["rank"] - rank["sent_bytes"] for rank in facts["ranks"]]
     return {
         "table ms": price.ms,
         "sent": float(facts["bytes_per_iteration"]),
         "memory": float(max(held)),
     }
+
+
+def _price(plan: RunPlan, fields: Fields) -> Price:
+    frequencies = frequencies_of(fields)
+    return price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies, plan.accumulate)
 
 
 def _show(cost: str, value: float) -> str:
