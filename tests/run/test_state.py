@@ -1,9 +1,17 @@
 """Tests that a job's state has the same names, shapes and values for any number of ranks."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
+import torch
 
+from sbpflow.errors import ConfigError
+from sbpflow.run.saved.checkpoints import Checkpoints
 from sbpflow.runtime.ranks.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.tensor.global_tensor import GlobalTensor
 from tests.training.wdl_case import make_batches, make_config, make_job
 
 
@@ -48,3 +56,24 @@ def test_rectangles_of_all_ranks_equal_the_state_of_one_rank(ranks, scheme):
     for name, full in joined(results).items():
         assert not np.isnan(full).any(), name
         np.testing.assert_allclose(full, one[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+def start_with_a_cube(world: World) -> str:
+    """Return the error of a run with checkpoints and a parameter of three dims that is split along
+    its second dim.
+    """
+    config = make_config("3", "sgd")
+    job = make_job(world, config)
+    cube = GlobalTensor.from_full(
+        torch.ones(2, 4, 3), Layout(Placement.line("cpu", world.size), "S(1)"), job.boxing
+    )
+    job.model.parameters["cube"] = cube.requires_grad_()
+    with pytest.raises(ConfigError) as caught:
+        Checkpoints(config, job, Mock(), resumed=Mock(), metrics_bytes=Mock(), keep_set=Mock())
+    return str(caught.value)
+
+
+def test_layouts_that_cannot_be_saved_are_refused_before_the_first_step(ranks):
+    for message in ranks(2, start_with_a_cube):
+        assert message.startswith("parallel.dense: dense/cube: ")
+        assert message.endswith("only along dim 0; use S(0), or checkpoint.every: 0")

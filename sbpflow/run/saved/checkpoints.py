@@ -17,7 +17,7 @@ from sbpflow.config.checks import writable_folder
 from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
-from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.errors import CheckpointError, ConfigError, SbpError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.execution.predict import on_rank_0
 from sbpflow.run.planning.plan_file import plan_to_json
@@ -33,6 +33,7 @@ from sbpflow.runtime.processes.graceful_shutdown import (
     watch_signals,
 )
 from sbpflow.training.batch import Batch
+from sbpflow.training.dense_state import dense_state
 
 
 class Checkpoints:
@@ -70,6 +71,10 @@ class Checkpoints:
                 "checkpoint.deltas does not work with parallel.cuda_graph, because a graph cannot "
                 "mark changed rows; use checkpoint.deltas=0 or parallel.cuda_graph=false"
             )
+        try:  # now, because the first save may be hours away
+            dense_state(job.model.parameters, job.model.buffers, None)
+        except SbpError as error:
+            raise ConfigError(f"parallel.dense: {error}, or checkpoint.every: 0") from error
         folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data, decision.start)
