@@ -33,7 +33,8 @@ def train(trial: optuna.Trial, *, config: Path, ranks: int, folder: Path) -> flo
     run = folder / f"trial-{trial.number}"
     run.mkdir()
     command = [sys.executable, "-m", "sbpflow", "train", "-n", str(ranks), "--config", str(config)]
-    command += [*overrides(trial), f"run.dir={run}", "checkpoint.keep=1"]
+    command += [*overrides(trial), f"run.dir={run}", f"checkpoint.dir={run / 'checkpoints'}"]
+    command += ["checkpoint.keep=1"]
     scores: dict[int, float] = {}
     with (run / "log.txt").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

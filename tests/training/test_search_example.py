@@ -36,6 +36,7 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
         "model": {"hidden": [8], "embedding_dim": 4, "dropout": 0.0},
         "train": {"eval_every": 2, "max_steps": 8},
         "parallel": {"device": "cpu", "scheme": 1, "kernel": "torch"},
+        "checkpoint": {"dir": str(tmp_path / "checkpoints")},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     assert "best: trial 0, AUC on val" in search(tmp_path, 1)
@@ -81,5 +82,8 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
     assert "best: trial 1" in search(tmp_path, 5)  # no trials are left to run
     assert len(optuna.load_study(study_name="sbpflow", storage=storage).trials) == len(trials)
 
+    # A trial does not resume the pruned one, although the configuration sets checkpoint.dir.
+    assert "best: trial 1" in search(tmp_path, 6)
+
     (tmp_path / "run.yaml").write_text("model: {name: nosuch}")
-    assert "exit code 2; see" in search(tmp_path, 6, fails=True)
+    assert "exit code 2; see" in search(tmp_path, 7, fails=True)
