@@ -98,7 +98,14 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
     from sbpflow.run.saved.keys import Values, to_keys
 
     checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
-    values = values_with_keys(_manifest_of(checkpoint.path), keyed)
+    trained = _manifest_of(checkpoint.path)
+    values = values_with_keys(trained, keyed)
+    if keyed.transforms != trained.transforms:
+        raise ConfigError(
+            f"--data: the dense columns of {data} have other transforms or constants than those of "
+            f"the training set of {checkpoint.path}, so the same number would mean something else "
+            "to the model; prepare the training rows with the same options and --keys"
+        )
     # No data set has this fingerprint and row digest, so a run that resumes from this checkpoint
     # starts a new epoch.
     facts = {

@@ -315,6 +315,9 @@ def test_a_fitted_run_continues_with_keys(run, tmp_path):
     words[2] = str(fitted)
     with pytest.raises(ConfigError, match=r"--data .* has no keys for the fields of .* --keys"):
         checkpoint(["to-keys", *words, str(tmp_path / "other")])
+    words[2] = str(make(tmp_path, "new", 1, "--keys", "C3,C7", "--dense", "standardise", rows=500))
+    with pytest.raises(ConfigError, match=r"--data: the dense columns of \S+/new have other trans"):
+        checkpoint(["to-keys", *words, str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()
 
 
