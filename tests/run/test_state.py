@@ -59,13 +59,13 @@ def test_rectangles_of_all_ranks_equal_the_state_of_one_rank(ranks, scheme):
 
 
 def start_with_a_cube(world: World) -> str:
-    """Return the error of a run with checkpoints and a parameter of three dims that is split along
-    its second dim.
+    """Return the error of a run with checkpoints and a parameter of three dims that the first two
+    ranks split along its second dim.
     """
     config = make_config("3", "sgd")
     job = make_job(world, config)
     cube = GlobalTensor.from_full(
-        torch.ones(2, 4, 3), Layout(Placement.line("cpu", world.size), "S(1)"), job.boxing
+        torch.ones(2, 4, 3), Layout(Placement.line("cpu", 2), "S(1)"), job.boxing
     )
     job.model.parameters["cube"] = cube.requires_grad_()
     with pytest.raises(ConfigError) as caught:
@@ -73,7 +73,8 @@ def start_with_a_cube(world: World) -> str:
     return str(caught.value)
 
 
-def test_layouts_that_cannot_be_saved_are_refused_before_the_first_step(ranks):
-    for message in ranks(2, start_with_a_cube):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_layouts_that_cannot_be_saved_are_refused_before_the_first_step(ranks, world_size):
+    for message in ranks(world_size, start_with_a_cube):
         assert message.startswith("parallel.dense: dense/cube: ")
         assert message.endswith("only along dim 0; use S(0), or checkpoint.every: 0")

@@ -71,10 +71,8 @@ class Checkpoints:
                 "checkpoint.deltas does not work with parallel.cuda_graph, because a graph cannot "
                 "mark changed rows; use checkpoint.deltas=0 or parallel.cuda_graph=false"
             )
-        try:  # now, because the first save may be hours away
-            dense_state(job.model.parameters, job.model.buffers, None)
-        except SbpError as error:
-            raise ConfigError(f"parallel.dense: {error}, or checkpoint.every: 0") from error
+        # checked now, because the first save may be hours away
+        run_on_all_ranks(job.boxing, lambda: _check_state(job))
         folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data, decision.start)
@@ -234,6 +232,14 @@ def lock_given_folder(config: Config, boxing: Boxing) -> RunLock | None:
         return RunLock(folder, rank=rank, key="checkpoint.dir") if exists else None
 
     return run_on_all_ranks(boxing, lock)
+
+
+def _check_state(job: Job) -> None:
+    """Raise ConfigError if this rank's part of a dense parameter or buffer cannot be saved."""
+    try:
+        dense_state(job.model.parameters, job.model.buffers, None)
+    except SbpError as error:
+        raise ConfigError(f"parallel.dense: {error}, or checkpoint.every: 0") from error
 
 
 def _folder(folder: AnyPath) -> AnyPath:
