@@ -16,6 +16,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.calibrate import QUICK, Settings
 from sbpflow.planner.calibration.calibrate import calibrate as run
 from sbpflow.planner.costs.profile import Profile, default_path, write_profile
+from sbpflow.runtime.processes.environment import env_int
 from sbpflow.runtime.ranks.world import World
 
 LOG = logging.getLogger(__name__)
@@ -58,6 +59,12 @@ def _settings(args: Namespace) -> Settings:
     rounds = settings.rounds if args.rounds is None else args.rounds
     if rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {rounds}; for example, --rounds 2")
+    size = env_int("WORLD_SIZE", 1)
+    if args.ranks not in (None, size):
+        raise ConfigError(
+            f"--ranks is {args.ranks}, but another launcher has started {size} (WORLD_SIZE); omit "
+            "--ranks, or start the command without that launcher"
+        )
     if args.output is not None and (args.output.is_dir() or not args.output.name):
         raise ConfigError(
             f"--output: {args.output} is a folder; use a file, such as --output profile.json"

@@ -409,6 +409,7 @@ def test_a_seed_is_a_whole_number_that_every_generator_accepts(seed):
         (["--seconds", "inf"], "--seconds must be above 0 and finite, got inf"),
         (["--rounds", "0"], "--rounds must be 1 or more, got 0; for example, --rounds 2"),
         (["--output", "."], r"--output: \. is a folder; use a file"),
+        (["--ranks", "4"], r"--ranks is 4, but another launcher has started 1 .*; omit --ranks"),
     ],
 )
 def test_a_calibration_checks_its_options_before_it_measures(words, message, monkeypatch):
