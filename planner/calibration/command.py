@@ -20,6 +20,7 @@ from sbpflow.runtime.processes.environment import env_int
 from sbpflow.runtime.ranks.world import World
 
 LOG = logging.getLogger(__name__)
+_EQUAL = ("seconds", "rounds", "optimizer", "seed", "quick")  # must be the same on all machines
 
 
 def run_calibration(args: Namespace) -> str:
@@ -27,7 +28,8 @@ def run_calibration(args: Namespace) -> str:
     settings = _settings(args)
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    with World.start(args.device) as world:
+    facts = {f"--{key}": str(getattr(args, key)) for key in _EQUAL}
+    with World.start(args.device, facts=facts) as world:
         path = args.output or default_path(world.device.type)
         boxing = Boxing(world)
         profile = run(boxing, settings, path.with_suffix(".measured.jsonl"))

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -416,3 +417,15 @@ def test_a_calibration_checks_its_options_before_it_measures(words, message, mon
     monkeypatch.setenv("RANK", "0")  # as one of the launched ranks
     with pytest.raises(ConfigError, match=message):
         calibrate(words)
+
+
+def test_machines_compare_the_options_of_a_calibration(monkeypatch):
+    """With other options, ranks would draw other tasks, and wait for each other."""
+    started = Mock(side_effect=ConfigError("rank 1 differs"))
+    monkeypatch.setattr("sbpflow.planner.calibration.command.World.start", started)
+    monkeypatch.setenv("RANK", "0")
+    given = {"seconds": "9.0", "rounds": "3", "optimizer": "sgd", "seed": "7"}
+    with pytest.raises(ConfigError, match="rank 1 differs"):
+        calibrate([*(f"--{key}={text}" for key, text in given.items()), "--quick"])
+    facts = started.call_args.kwargs["facts"]
+    assert facts == {f"--{key}": text for key, text in given.items()} | {"--quick": "True"}
