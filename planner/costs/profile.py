@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +79,21 @@ class Link:
         _, far = self._shares(world_size)
         each = self.between_call_ms if far else self.within_call_ms
         return each * partners(world_size)
+
+    def on_nodes_of(self, num_ranks: int) -> "Link":
+        """Return the links between nodes with ``num_ranks`` ranks each. If ranks share a link to
+        other nodes, the present ones divide its bandwidth. Return the same links if all measured
+        ranks were on one node, because then the links between nodes are not known.
+        """
+        if not self.ranks_per_node or num_ranks == self.ranks_per_node:
+            return self
+        sharing = num_ranks if self.ranks_per_link > 1 else 1
+        return replace(
+            self,
+            ranks_per_node=num_ranks,
+            ranks_per_link=sharing,
+            between_gb_per_s=self.between_gb_per_s * self.ranks_per_link / sharing,
+        )
 
     def num_hosts(self, world_size: int) -> int:
         """Return the number of nodes, or 1 if the ranks do not fill all nodes."""

@@ -135,3 +135,14 @@ def test_in_an_all_reduce_a_host_sends_as_much_as_a_rank():
     prices = profile.prices(4)[:, gradients]
     assert prices[INDEX["reduced_bytes"]] == apart.reduced_byte_ms(4)
     assert prices[INDEX["dense_parameters"]] == pytest.approx(6.0 * apart.reduced_byte_ms(4))
+
+
+def test_a_measured_link_between_nodes_is_divided_by_the_ranks_of_a_node():
+    measured, _ = link_of("1gbit", 2)
+    for ranks in (1, 2, 4):
+        assert measured.on_nodes_of(ranks) == link_of("1gbit", ranks)[0]
+    own_adapters = replace(measured, ranks_per_link=1)
+    for ranks in (1, 4):
+        assert own_adapters.on_nodes_of(ranks) == replace(own_adapters, ranks_per_node=ranks)
+    of_one_node = replace(measured, ranks_per_node=0)
+    assert of_one_node.on_nodes_of(4) == of_one_node
