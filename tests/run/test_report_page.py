@@ -12,7 +12,7 @@ import pytest
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.report.charts import Series, line_chart, ticks
-from sbpflow.run.report.data import read_runs
+from sbpflow.run.report.data import read_run, read_runs
 from sbpflow.run.report.page import write_report
 from tests.training.wdl_case import FIELDS, make_config
 
@@ -182,6 +182,13 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no events yet"):
         write_report([run])
+
+
+def test_a_run_without_events_can_be_read(tmp_path):
+    """`sbpflow.load` reads a run that was interrupted in its first step."""
+    run = read_run(write(tmp_path / "run", [], plan=False), "run")
+    assert run.final == {}
+    assert "the run has not finished" in run.notes
 
 
 def test_a_page_that_cannot_be_written_names_an_output_that_can(tmp_path):

@@ -72,7 +72,7 @@ class Run:
 def read_runs(folders: list[Path]) -> list[Run]:
     """Read runs, naming each by the shortest unique suffix of its path.
 
-    Raises ConfigError or DataError if a folder is given twice or does not contain a run.
+    Raises ConfigError or DataError if a folder is given twice, or has no run with events.
     """
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
@@ -81,10 +81,17 @@ def read_runs(folders: list[Path]) -> list[Run]:
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
-    return [
+    runs = [
         read_run(folder, "/".join(path.parts[-depth:]))
         for folder, path in zip(folders, paths, strict=True)
     ]
+    for run, folder in zip(runs, folders, strict=True):
+        if not run.events:
+            raise ConfigError(
+                f"report: {folder / METRICS_FILE} has no events yet; wait until step 2 of the run, "
+                "or use another run"
+            )
+    return runs
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -109,7 +116,7 @@ def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
     """
     try:
         run = read_run(folder, folder.name)
-    except (ConfigError, DataError):  # the folder has no run or no events, or the file is damaged
+    except (ConfigError, DataError):  # the folder has no run, or the file is damaged
         return None
     speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
     same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))
@@ -142,11 +149,7 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
             events.append(check_event(parse_json(last)))
         except JsonError:
             notes.append(f"the last line of {METRICS_FILE}, line {len(lines) + 1}, is truncated")
-    if not events:
-        raise ConfigError(
-            f"report: {file} has no events yet; wait until step 2 of the run, or use another run"
-        )
-    if events[-1]["event"] != "final":
+    if not events or events[-1]["event"] != "final":
         notes.append("the run has not finished")
     return tuple(events), notes
 
