@@ -108,7 +108,10 @@ class App:
         """
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request, or the start and the end of the server (the scope lifespan)."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+            return
         started = time.perf_counter()
         served, rest = self._find(scope["path"])
         try:
@@ -290,6 +293,13 @@ def _check_scores(scores: Scores) -> None:
     if (bad := np.isnan(scores)).any():
         rule = "is the score of this row, because its numbers are too large; send smaller numbers"
         raise RowError(int(bad.argmax()), None, math.nan, rule)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """Confirm the start and the end of the server, which some servers, such as Ray Serve, need."""
+    for event in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{event}.complete"})
 
 
 def _check_method(scope: Message, *methods: str) -> None:

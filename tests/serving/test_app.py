@@ -117,3 +117,18 @@ def test_binary_tensors_are_refused_with_what_to_send(exported):
     status, content = answer(app, "/v2/models/a/infer", head + b"\0\0\xc0?", **size)
     assert status == 415
     assert "binary tensors are not supported; put the values" in json.loads(content)["error"]
+
+
+def test_servers_that_announce_their_start_and_end_get_answers(exported):
+    """Ray Serve starts no replica without an answer."""
+    app = server.asgi_app({"a": exported / "model"})
+    events, sent = ["startup", "shutdown"], []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": f"lifespan.{events.pop(0)}"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["type"])
+
+    asyncio.run(app({"type": "lifespan"}, receive, send))
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
