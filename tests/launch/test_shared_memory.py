@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
+from sbpflow.errors import SbpError
 from sbpflow.runtime.ranks import shared_memory
 from sbpflow.runtime.ranks.shared_messages import IN_FLIGHT, Arena, Ring, Sending
 from sbpflow.runtime.ranks.world import World
@@ -350,3 +352,12 @@ def test_a_message_that_cannot_be_copied_takes_no_memory():
         with pytest.raises(MemoryError):
             sending.send(1000, fail, shared=None)
     assert sum(map(len, arena.free.values())) == 1
+
+
+def test_too_many_messages_name_a_setting_that_helps():
+    arena = Arena(torch.zeros(1 << 25, dtype=torch.uint8), 1)
+    sending, shared = Sending(arena, arena.ring(0, 0)), Mock()
+    for _ in range(IN_FLIGHT):
+        sending.send(1, Mock(), shared)
+    with pytest.raises(SbpError, match=r"many groups, set parallel\.shared_memory: false"):
+        sending.send(1, Mock(), shared)

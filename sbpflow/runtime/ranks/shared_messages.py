@@ -101,7 +101,8 @@ class Sending:
             self._arena.give_back(offset, size)
         if len(self._in_flight) == IN_FLIGHT:
             raise SbpError(
-                f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first"
+                f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first, "
+                "or, if the tables have many groups, set parallel.shared_memory: false"
             )
         offset, size = self._arena.take(count)
         with ExitStack() as on_failure:
