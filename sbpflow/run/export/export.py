@@ -17,7 +17,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
 from sbpflow.run.execution.predict import probabilities
 from sbpflow.run.export.bundle import BundleModel, array_of, write_bundle
-from sbpflow.run.export.plain_model import Bags, PlainModel
+from sbpflow.run.export.plain_model import Bags, PlainModel, matrix_and_bags
 from sbpflow.run.export.row_formats import ROW_FORMATS, RowFormat
 from sbpflow.serving.cells import MISSING_KEY
 from sbpflow.serving.encoder import Cells, Encoded, Encoder
@@ -117,19 +117,9 @@ def encoded_of(model: Model, ids: Tensor | BatchIds, dense: Tensor) -> Encoded:
     num_hashed = len(model.content["hashed"])
     fixed = max((stop for _, stop in columns.values()), default=0) - num_hashed
     ragged = [name for name in model.content["features"] if name not in columns]
-    matrix = array_of((ids if isinstance(ids, Tensor) else ids.matrix)[:, :fixed])
-    bags: dict[str, tuple[NDArray[Any], ...]] = {}
-    for number, name in enumerate(ragged):
-        if isinstance(ids, Tensor) or ids.lists is None:
-            raise ConfigError(
-                f"feature {name} is ragged, but the batch has no lists; use the set that the model "
-                "was trained on"
-            )
-        lists = ids.lists.take(torch.tensor([number], device=dense.device))
-        parts = [lists.values, lists.lengths.reshape(-1)]
-        if name in model.content["weighted"] and lists.weights is not None:
-            parts.append(lists.weights)
-        bags[name] = tuple(map(array_of, parts))
+    given, found = matrix_and_bags(ids, ragged, model.content["weighted"])
+    matrix = array_of(given[:, :fixed])
+    bags = {name: tuple(map(array_of, bag)) for name, bag in found.items()}
     if matrix.dtype != np.int64 or model.encoder is None:
         return Encoded(matrix, array_of(dense), bags)
     return _looked_up(model.encoder, matrix, array_of(dense), bags)

@@ -175,20 +175,30 @@ class PlainModel(nn.Module):
         """Convert a loader's batch to the arguments of ``forward``."""
         fixed = sum(s.stop - s.start for s in self.columns.values())
         ragged = [feature for feature in self.features if feature.name not in self.columns]
-        if isinstance(ids, Tensor):
-            return ids[:, :fixed], dense, {}
-        bags: dict[str, Bag] = {}
-        for number, feature in enumerate(ragged):
-            if ids.lists is None:
-                raise ConfigError(
-                    f"feature {feature.name} is ragged, but the batch has no lists; use the set "
-                    "that the model was trained on"
-                )
-            lists = ids.lists.take(torch.tensor([number], device=ids.matrix.device))
-            bags[feature.name] = (lists.values, lists.lengths.reshape(-1))
-            if feature.weighted and lists.weights is not None:
-                bags[feature.name] += (lists.weights,)
-        return ids.matrix[:, :fixed], dense, bags
+        weighted = {feature.name for feature in ragged if feature.weighted}
+        matrix, bags = matrix_and_bags(ids, [feature.name for feature in ragged], weighted)
+        return matrix[:, :fixed], dense, bags
+
+
+def matrix_and_bags(
+    ids: Tensor | BatchIds, ragged: Sequence[str], weighted: Container[str]
+) -> tuple[Tensor, Bags]:
+    """Divide the ids of a loader's batch into the matrix of all features with a fixed number of
+    ids, and the bags of the features ``ragged``, of which ``weighted`` have weights.
+    """
+    matrix, lists = (ids, None) if isinstance(ids, Tensor) else (ids.matrix, ids.lists)
+    bags: Bags = {}
+    for number, name in enumerate(ragged):
+        if lists is None:
+            raise ConfigError(
+                f"feature {name} is ragged, but the batch has no lists; use the set that the model "
+                "was trained on"
+            )
+        own = lists.take(torch.tensor([number], device=matrix.device))
+        bags[name] = (own.values, own.lengths.reshape(-1))
+        if name in weighted and own.weights is not None:
+            bags[name] += (own.weights,)
+    return matrix, bags
 
 
 def plain_model(
