@@ -9,7 +9,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,17 +45,6 @@ class MoveTimes:
         return seconds
 
 
-@dataclass(slots=True)
-class _MoveTraffic:
-    """The transfers that a traced move started, each with its ID, collective, channel, and
-    bytes.
-    """
-
-    move: str
-    step: int
-    transfers: list[dict[str, Any]]
-
-
 class StepProfiler:
     """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
@@ -69,7 +57,7 @@ class StepProfiler:
         self.first, self.last = first, last
         self.path = folder / TRACE_FILE.format(rank=world.rank)
         self._world = world
-        self._traffic: list[_MoveTraffic] = []
+        self._traffic: list[tuple[str, dict[str, Any]]] = []  # each move and its arguments
         self._profile: profile | None = None
         self._log_was_enabled = False
 
@@ -134,11 +122,12 @@ class StepProfiler:
             }
             for record in records[before:]
         ]
-        self._traffic.append(_MoveTraffic(name, step, transfers))
+        sent = sum(record.bytes_sent for record in records[before:])
+        self._traffic.append((name, {"step": step, "bytes_sent": sent, "transfers": transfers}))
 
 
-def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> None:
-    """Add each move's step and transfers to its event.
+def _add_traffic(events: list[dict[str, Any]], traffic: list[tuple[str, dict[str, Any]]]) -> None:
+    """Add the arguments of each move to its event.
 
     Events have no ids, so the n-th event with a name is matched with the n-th move of that name.
     """
@@ -146,12 +135,8 @@ def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> N
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event.get("cat") == "user_annotation":
             by_name[event["name"]].append(event)
-    for move in traffic:
-        event = by_name[move.move].popleft()
-        total = sum(transfer["bytes_sent"] for transfer in move.transfers)
-        event.setdefault("args", {}).update(
-            {"step": move.step, "bytes_sent": total, "transfers": move.transfers}
-        )
+    for name, arguments in traffic:
+        by_name[name].popleft().setdefault("args", {}).update(arguments)
 
 
 def peak_memory_of(device: torch.device) -> int:
