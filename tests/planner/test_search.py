@@ -219,7 +219,7 @@ def test_the_search_tries_the_options_of_the_largest_table_if_memory_is_limited(
 
 
 def test_a_plan_of_several_groups_pays_for_joining_their_parts_once():
-    plain = make_problem(5, 3, seed=2, slack=1.5)
+    plain = make_problem(4, 3, seed=2, slack=1.5)
     problem = with_joins(plain)
     best = np.inf
     for plan in all_plans(problem):
