@@ -94,7 +94,7 @@ def only_run(output: Path, name: object = None) -> Iterator[None]:
         file = _locked(path, name or output)
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
-        advice = "use, for example, out/criteo"
+        advice = f"use, for example, out/{output.name}"
         if name is not None:
             advice = "set XDG_CACHE_HOME to a folder that you own (for example, $PWD/cache)"
         raise ConfigError(f"--output: {path} cannot be created ({reason}); {advice}") from error
