@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
@@ -260,7 +261,7 @@ def test_follow_fails_if_the_last_checkpoint_of_a_finished_run_is_not_usable(run
 
 def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch, capsys):
     """The second one would remove the bundle of the first one, even while it is written."""
-    out, opened = tmp_path / "out", ExitStack()
+    out, opened, own = tmp_path / "out", ExitStack(), get_ident()
     words = ["--follow", str(run), "--output", str(out), "--deltas", "5"]
     out.mkdir()
     sign(opened.enter_context(hold(out / LOCK_FILE)))
@@ -268,9 +269,8 @@ def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch
         export(words)
     assert [path.name for path in out.iterdir()] == [LOCK_FILE]
     # The exporter of a run waits, for example for the exporter of a killed start.
-    monkeypatch.setattr(time, "sleep", lambda seconds: opened.close())
-    state = iter([False, True])
-    monkeypatch.setattr("sbpflow.commands.follow._is_over", lambda run: next(state))
+    monkeypatch.setattr(time, "sleep", lambda _: opened.close() if get_ident() == own else None)
+    monkeypatch.setattr("sbpflow.commands.follow._is_over", partial(next, iter([False, True])))
     assert export([*words, "--parent", str(os.getppid())]) == 0
     assert "waiting: --output: another export" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == [LOCK_FILE, "step-20"]
