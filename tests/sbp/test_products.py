@@ -13,12 +13,12 @@ def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-WAYS = ("oneDNN", "MKL", "MKL with slow shapes")
+WAYS = ("oneDNN", "oneDNN, narrow gradients", "MKL", "MKL with slow shapes")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
     assert way in WAYS
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: way == "oneDNN")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: way.startswith("oneDNN"))
     monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: way == "oneDNN")
     monkeypatch.setattr(products, "mkl_has_slow_shapes", lambda: way == "MKL with slow shapes")
 
@@ -58,13 +58,21 @@ def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, way
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_computed_only_where_they_are_wanted(way, monkeypatch):
+@pytest.mark.parametrize("widths", [[413], [13, 400]], ids=str)
+def test_gradients_are_computed_only_where_they_are_wanted(widths, way, monkeypatch):
     use(monkeypatch, way)
-    x, weight, offset = inputs(512, [413], 61)
-    products.linear_of_tensors([x], weight.requires_grad_(), offset).sum().backward()
-    assert x.grad is None
-    assert offset.grad is None
-    torch.testing.assert_close(weight.grad, x.sum(0).expand(61, 413), rtol=1e-4, atol=1e-4)
+    *xs, weight, offset = inputs(512, widths, 61)
+    products.linear_of_tensors(xs, weight.requires_grad_(), offset).sum().backward()
+    assert all(x.grad is None for x in (*xs, offset))
+    wanted = torch.cat(xs, 1).sum(0).expand(61, 413)
+    torch.testing.assert_close(weight.grad, wanted, rtol=1e-4, atol=1e-4)
+    *others, x = xs
+    products.linear_of_tensors(
+        [*others, x.requires_grad_()], weight.detach(), offset
+    ).sum().backward()
+    assert all(other.grad is None for other in others)
+    wanted = weight.detach().sum(0)[-x.shape[1] :].expand_as(x)
+    torch.testing.assert_close(x.grad, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [torch.randn(128)[::2], torch.randn(1).expand(64)])
@@ -92,18 +100,35 @@ def test_other_dtypes_are_left_to_torch(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_second_derivatives_equal_those_of_torch(way, monkeypatch):
+@pytest.mark.parametrize("widths", [[413], [13, 400]], ids=str)
+def test_second_derivatives_equal_those_of_torch(widths, way, monkeypatch):
     use(monkeypatch, way)
+
+    def concatenated(xs, weight, offset):
+        return F.linear(torch.cat(xs, 1), weight, offset)
+
     second = []
-    for function in (products.linear, F.linear):
-        x, weight, offset = (v.requires_grad_() for v in inputs(512, [413], 61))
-        out = function(x, weight, offset).tanh()
-        (first,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
-        (out.sum() + first.square().sum()).backward()
-        second.append((x.grad, weight.grad, offset.grad))
+    for function in (products.linear_of_tensors, concatenated):
+        *xs, weight, offset = tensors = [v.requires_grad_() for v in inputs(512, widths, 61)]
+        out = function(xs, weight, offset).tanh()
+        first = torch.autograd.grad(out.sum(), [*xs, weight], create_graph=True)
+        (out.sum() + sum(gradient.square().sum() for gradient in first)).backward()
+        second.append([v.grad for v in tensors])
     for got, want in zip(*second, strict=True):
         scale = float(want.abs().max())
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize(("rows", "used"), [(4096, 3), (2048, 2)])
+def test_narrow_gradients_of_large_inputs_use_onednn(rows, used, monkeypatch):
+    use(monkeypatch, "oneDNN, narrow gradients")
+    x, weight, _ = inputs(rows, [416], 64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = products.linear(x.requires_grad_(), weight.requires_grad_(), None)
+        out.square().sum().backward()
+    names = [event.name for event in profile.events()]
+    assert names.count("mkldnn::_linear_pointwise") == used
+    assert "aten::mkldnn_linear_backward_weights" not in names
 
 
 @pytest.mark.parametrize("way", WAYS)
