@@ -1,6 +1,6 @@
 """Counts the work that each table of a task, in a given shape, adds to the ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from itertools import product
 from typing import Any
@@ -59,6 +59,15 @@ def joins_work(task: Task) -> Floats:
     samples = task.batch_size / task.world_size
     joins = [join_counts(samples, output.width, task.dtype.itemsize) for output in task.outputs]
     return np.array([vector_of(counts) for counts in joins])
+
+
+def keys_work(task: Task, keys: Collection[Key]) -> Floats:
+    """Return the counts [F] of every rank for the distinct keys of a plan: one for each key, and
+    the joins of the outputs with several groups.
+    """
+    features = np.array([feature for feature, _ in keys], dtype=np.int64)
+    counts = np.bincount(features, minlength=NUM_FEATURES + len(task.outputs))
+    return counts[:NUM_FEATURES] + (counts[NUM_FEATURES:] > 1) @ joins_work(task)
 
 
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
