@@ -6,7 +6,7 @@ files contain rules in the format of ``parallel.tables``.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
@@ -134,17 +134,6 @@ class DenseWork:
     macs_per_sample: float = 0.0
     elements_per_sample: float = 0.0
     parameters: int = 0
-
-
-def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
-    """Return the work of a dense part with weights of these shapes, each used once per sample."""
-    shapes = list(weights)
-    macs = sum(a * b for a, b in shapes)
-    return DenseWork(
-        macs_per_sample=float(macs),
-        elements_per_sample=float(sum(a + b for a, b in shapes)),
-        parameters=macs + (sum(b for _, b in shapes) if biases else 0),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

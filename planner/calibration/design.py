@@ -24,7 +24,7 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.measure import spread_of
 from sbpflow.planner.costs.features import zipf_mandelbrot
-from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
+from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task
 from sbpflow.sbp.sbp import balanced_sizes
 
 # maximum number of elements in the tables of a sample; every rank that stores the tables must
@@ -134,7 +134,13 @@ def draw_sample(
 
 def dense_work_of(width: int, hidden: Sequence[int]) -> DenseWork:
     """Return the work of the dense part that ``make_trainer`` builds for outputs of this width."""
-    return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
+    layers = list(pairwise((width + 1, *hidden, 1)))
+    macs = sum(a * b for a, b in layers)
+    return DenseWork(
+        macs_per_sample=float(macs),
+        elements_per_sample=float(sum(a + b for a, b in layers)),
+        parameters=macs + sum(b for _, b in layers),  # weights and biases
+    )
 
 
 def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) -> list[Rows]:
