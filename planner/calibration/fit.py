@@ -22,6 +22,7 @@ from sbpflow.planner.costs.profile import (
     WITHIN_HOST_GB_PER_S,
     Link,
     Profile,
+    far_share,
     parameter_bytes,
     partners,
 )
@@ -105,7 +106,7 @@ def _link(byte_ms: float, call_ms: float, like: Record) -> Link:
     if like.num_hosts in (1, world_size):
         return Link(within_gb_per_s=rate, within_call_ms=call_ms)
     per_node = world_size // like.num_hosts
-    between = rate * _far_share(world_size, like.num_hosts)
+    between = rate * far_share(world_size, per_node)
     return Link(
         ranks_per_node=per_node,
         within_gb_per_s=max(WITHIN_HOST_GB_PER_S, between * per_node),
@@ -151,11 +152,12 @@ def _factors(like: Record) -> Floats:
     sent, world_size = SENT.copy(), len(like.totals)
     sent[INDEX["dense_parameters"]] = parameter_bytes(world_size)
     if 1 < like.num_hosts < world_size:
-        far = _far_share(world_size, like.num_hosts)
+        per_node = world_size // like.num_hosts
+        far = far_share(world_size, per_node)
         sent[INDEX["host_bytes"]] = 0.0
         sent[INDEX["network_bytes"]] = 1.0 / far
         for name in ("dense_parameters", "reduced_bytes"):
-            sent[INDEX[name]] /= far * (world_size // like.num_hosts)
+            sent[INDEX[name]] /= far * per_node
     # A single rank makes no calls, so all of a step's fixed time is work.
     calls = _CALLS if world_size > 1 else _NONE
     no_transfers = np.zeros((len(PHASES), NUM_FEATURES))
@@ -165,11 +167,6 @@ def _factors(like: Record) -> Floats:
             *([_NONE, *by_phase(transfers)] for transfers in (1e-6 * sent, calls)),
         ]
     )
-
-
-def _far_share(world_size: int, num_hosts: int) -> float:
-    """Return the share of evenly sent bytes that leaves the host."""
-    return (world_size - world_size // num_hosts) / (world_size - 1)
 
 
 def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
