@@ -34,9 +34,8 @@ from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.runtime.files.json_file import is_count, object_of
 from sbpflow.runtime.ranks.topology import check_speeds
-from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
+from sbpflow.sbp.sbp import Split, format_nd_sbp
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +65,6 @@ class Shape:
     def num_shards(self) -> int:
         """Return the number of shards, one per rank of a choice, or 1 for a copy on all ranks."""
         return self.parts[0] * self.parts[1]
-
-    def layout(self, world: Placement) -> Layout:
-        """Return the layout on the first ranks of the world, or on all ranks for a copy."""
-        nd_sbp = parse_nd_sbp(self.sbp)
-        if self.copied:
-            return Layout(world, nd_sbp)
-        ranks = world.ranks[: self.num_shards]
-        shape = self.parts if len(nd_sbp) > 1 else (len(ranks),)
-        return Layout(Placement(world.device_type, ranks, shape), nd_sbp)
 
     def __str__(self) -> str:
         parts = "" if self.num_shards == 1 else " " + "x".join(map(str, self.parts))

@@ -26,7 +26,7 @@ from sbpflow.planner.search.problem import Option
 from sbpflow.planner.task import Shape, Task
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.sbp.sbp import balanced_sizes, parse_nd_sbp
 
 
 def base_work(task: Task) -> Floats:
@@ -90,7 +90,11 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
 
 @cache
 def _layout(shape: Shape, device_type: str, world_size: int) -> Layout:
-    return shape.layout(Placement.line(device_type, world_size))
+    """Return the layout of a shape on the first ranks of the world, or on all ranks for a copy."""
+    nd_sbp = parse_nd_sbp(shape.sbp)
+    ranks = tuple(range(world_size if shape.copied else shape.num_shards))
+    grid = shape.parts if len(nd_sbp) > 1 else (len(ranks),)
+    return Layout(Placement(device_type, ranks, grid), nd_sbp)
 
 
 def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Facts:
