@@ -26,7 +26,6 @@ from typing import Any, TypeVar, cast
 
 from sbpflow.config.parse import brief
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Law
@@ -53,18 +52,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesFile:
-    """The content of the file; ``laws`` has the ``zipf`` parameters by table."""
+    """The content of the file: the task for a single rank without limits, and the ``zipf``
+    parameters by table.
+    """
 
-    tables: tuple[TableConfig, ...]
-    features: tuple[FeatureConfig, ...]
-    ids_per_sample: Mapping[str, float]
-    stats: Mapping[str, IdStats]
+    one_rank: Task
     laws: Mapping[str, Law]
-    batch_size: int
-    optimizer: SparseOptimizer
     device_bytes: tuple[int, ...] | None  # for each rank, or one value for all ranks
     speeds: tuple[float, ...] | None  # for each rank, or one value for all ranks
-    dense: DenseWork
 
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
@@ -73,18 +68,12 @@ class TablesFile:
         limits = self.device_bytes
         if limits is None and device_bytes is not None:
             limits = (device_bytes,)
-        return Task(
-            outputs=(OutputConfig(name="tables", tables=self.tables),),
-            features=self.features,
-            stats=self.stats,
+        return replace(
+            self.one_rank,
             world_size=world_size,
-            batch_size=self.batch_size,
-            optimizer=self.optimizer,
-            ids_per_sample=self.ids_per_sample,
             device_type=device_type,
             device_bytes=_for_ranks("device_gb", limits, world_size),
             speeds=_for_ranks("speed", self.speeds, world_size),
-            dense=self.dense,
         )
 
 
@@ -126,17 +115,21 @@ def read_tables(path: Path) -> TablesFile:
             f"{path}: optimizer must be one of {', '.join(RULES)}, got {brief(optimizer)}"
         )
     gb = _by_rank(f"{path}: device_gb", given.get("device_gb"))
-    return TablesFile(
-        tables=tuple(table for table, *_ in parts),
+    one_rank = Task(
+        outputs=(OutputConfig(name="tables", tables=tuple(table for table, *_ in parts)),),
         features=tuple(feature for _, feature, *_ in parts),
         ids_per_sample={feature.name: ids for _, feature, ids, _, _ in parts},
         stats={table.name: stats for table, _, _, stats, _ in parts},
-        laws={table.name: law for table, _, _, _, law in parts if law is not None},
+        world_size=1,
         batch_size=_whole(f"{path}: batch_size", given.get("batch_size")),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
+        dense=_dense(f"{path}: dense", given.get("dense")),
+    )
+    return TablesFile(
+        one_rank=one_rank,
+        laws={table.name: law for table, _, _, _, law in parts if law is not None},
         device_bytes=None if gb is None else tuple(max(1, int(1e9 * each)) for each in gb),
         speeds=_by_rank(f"{path}: speed", given.get("speed")),
-        dense=_dense(f"{path}: dense", given.get("dense")),
     )
 
 

@@ -241,7 +241,7 @@ def test_no_table_touches_more_rows_than_it_has(tmp_path):
     few = json.loads(json.dumps(TABLES))
     few["tables"][2]["sample"] = list(range(800))
     path.write_text(json.dumps(few))
-    assert read_tables(path).stats["C3"].touched(1e6) == 800
+    assert read_tables(path).one_rank.stats["C3"].touched(1e6) == 800
 
 
 SAMPLE, BINS = "as sample", "as bins"  # each replaces the table's zipf key
