@@ -14,6 +14,7 @@ from sbpflow.planner.planners import Planned
 from sbpflow.planner.search.bounds import Bound, bound
 from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.problem import BYTES, TIMES, Floats, State
+from sbpflow.planner.shapes import choice_of_move
 from sbpflow.planner.task import Choice
 
 COLORS = ("#4477aa", "#ccbb44", "#ee6677", "#aa3377")
@@ -59,7 +60,6 @@ def report_of(planned: Planned, cost: TaskCost) -> Report:
 def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
     problem, price = planned.problem, planned.priced
     state, inserter = State(problem, planned.assignment), Inserter(problem)
-    world = tuple(range(problem.num_ranks))
     runners_up: dict[str, RunnerUp] = {}
     for table, name in enumerate(problem.names):
         current = state.remove(table)
@@ -70,11 +70,8 @@ def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
             changed = state.price()
             state.remove(table)
             if changed.excess_bytes <= price.excess_bytes:
-                shape = problem.options[table][other.move.option].shape
-                runners_up[name] = RunnerUp(
-                    choice=Choice(shape, other.move.ranks or world),  # type: ignore[arg-type]
-                    more_ms=changed.ms - price.ms,
-                )
+                choice = choice_of_move(problem, table, other.move)
+                runners_up[name] = RunnerUp(choice=choice, more_ms=changed.ms - price.ms)
                 break
         state.add(table, current)
     return runners_up

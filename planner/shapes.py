@@ -95,13 +95,15 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
     """Return the plan that an assignment describes, with pinned tables, in the task's order."""
     plan: Plan = dict(task.pinned)
-    world = tuple(range(task.world_size))
-    for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
-        shape = options[move.option].shape
-        if not isinstance(shape, Shape):
-            raise PlanError(f"table {name}: {shape!r} is not a valid table shape")
-        plan[name] = Choice(shape, move.ranks or world)
+    for table, (name, move) in enumerate(zip(problem.names, assignment, strict=True)):
+        plan[name] = choice_of_move(problem, table, move)
     return {table.name: plan[table.name] for table in task.tables}
+
+
+def choice_of_move(problem: Problem, table: int, move: Move) -> Choice:
+    """Return the shape and the ranks of a move; a copy is on all ranks."""
+    shape = problem.options[table][move.option].shape
+    return Choice(shape, move.ranks or tuple(range(problem.num_ranks)))
 
 
 def assignment_of(problem: Problem, plan: Plan) -> Assignment:
