@@ -9,7 +9,7 @@ law, and the id statistics are computed from the same law.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.measure import spread_of
-from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task
+from sbpflow.planner.workloads import Drawn, make_task
 from sbpflow.sbp.sbp import balanced_sizes
 
 # maximum number of elements in the tables of a sample; every rank that stores the tables must
@@ -103,32 +103,22 @@ def draw_sample(
     most_ids = (1_600_000 if large else 400_000) // batch
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)
-    tables = tuple(
-        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=int(d))
-        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
-    )
-    laws = {
-        table.name: Law(s=float(np.clip(random.normal(0.8, 0.35), 0.0, 1.6)), q=float(q))
-        for table, q in zip(tables, 10 ** random.uniform(0.3, 1.7, count), strict=True)
-    }
-    output = OutputConfig(name="fields", tables=tables)
-    hidden = HIDDEN[seed % len(HIDDEN)]
-    task = Task(
-        outputs=(output,),
-        features=tuple(FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)),
-        stats={
-            table.name: zipf_mandelbrot(
-                table.num_rows, laws[table.name].s, laws[table.name].q, float(h)
-            )
-            for table, h in zip(tables, hotness, strict=True)
-        },
-        world_size=world_size,
-        batch_size=batch,
+    offsets = 10 ** random.uniform(0.3, 1.7, count)
+    exponents = np.clip(random.normal(0.8, 0.35, count), 0.0, 1.6)
+    columns = (each.tolist() for each in (rows, hotness, exponents, offsets))
+    drawn = [
+        Drawn(num_rows=size, active=size, pooling=ids, s=s, q=q)
+        for size, ids, s, q in zip(*columns, strict=True)
+    ]
+    widths, hidden = [int(dim) for dim in dims], HIDDEN[seed % len(HIDDEN)]
+    task = replace(
+        make_task(drawn, widths, world_size=world_size, batch_size=batch),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_type=device_type,
         num_hosts=num_hosts,
-        dense=dense_work_of(output.width, hidden),
+        dense=dense_work_of(sum(widths), hidden),
     )
+    laws = {f"t{n}": Law(s=table.s, q=table.q) for n, table in enumerate(drawn)}
     return Sample(task=task, laws=laws, hidden=hidden)
 
 
