@@ -231,16 +231,12 @@ def _mix(task: Task, random: np.random.Generator) -> Plan:
     for table in task.tables:
         shapes = shapes_for(table, task.world_size, task.num_hosts)
         weights = kinds[: len(shapes)] / kinds[: len(shapes)].sum()
-        plan[table.name] = place(shapes[int(random.choice(len(shapes), p=weights))], task, random)
+        shape = shapes[int(random.choice(len(shapes), p=weights))]
+        ranks = list(range(task.world_size))
+        if not shape.copied:
+            ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
+        plan[table.name] = Choice(shape, tuple(ranks))
     return plan
-
-
-def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
-    """Place the shape on random ranks."""
-    if shape.copied:
-        return Choice(shape, tuple(range(task.world_size)))
-    ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
-    return Choice(shape, tuple(int(rank) for rank in ranks))
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
@@ -252,20 +248,20 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
         return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
     whole = balanced_whole(task)
     plans: dict[str, Plan] = {"all whole": whole}
-    for kind in (
-        *(("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")),
-        *(("S(1)", "columns"), ("S(1)", "unique")),
-        *((TWO_HOPS,) if 1 < task.num_hosts < task.world_size else ()),
-    ):
-        plan: Plan = {}
-        for table in task.tables:
-            fitting = [
-                shape
-                for shape in shapes_for(table, task.world_size, task.num_hosts)
-                if (shape.sbp, shape.exchange) == kind
-            ]
-            plan[table.name] = Choice(fitting[0], world) if fitting else whole[table.name]
-        plans[f"all {kind[0]} {kind[1]}"] = plan
+    kinds = [("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")]
+    kinds += [("S(1)", "columns"), ("S(1)", "unique")]
+    if 1 < task.num_hosts < task.world_size:
+        kinds.append(TWO_HOPS)
+    shapes = {t.name: shapes_for(t, task.world_size, task.num_hosts) for t in task.tables}
+    for kind in kinds:
+        on_all_ranks = {
+            name: Choice(shape, world)
+            for name, mine in shapes.items()
+            for shape in mine
+            if (shape.sbp, shape.exchange) == kind
+            and (shape.copied or shape.num_shards == task.world_size)
+        }
+        plans[" ".join(("all", *kind))] = whole | on_all_ranks
     return plans
 
 
