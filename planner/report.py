@@ -81,6 +81,7 @@ def as_tree(report: Report) -> dict[str, Any]:
     """Return the report as a tree that ``json.dumps`` accepts."""
     planned, kinds = report.planned, report.kinds
     prediction = report.cost.predict(planned.plan)
+    seeds = planned.found.seeds if planned.found else {}
     return {
         "planner": planned.planner,
         "predicted_ms": planned.priced.ms,
@@ -93,8 +94,8 @@ def as_tree(report: Report) -> dict[str, Any]:
             {
                 "rank": rank,
                 "ms": dict(zip(TIMES, map(float, kinds[rank]), strict=True)),
-                "memory_bytes": int(prediction.memory_bytes[rank]),
-                "sent_bytes": int(prediction.sent_bytes[rank]),
+                "memory_bytes": prediction.memory_bytes[rank],
+                "sent_bytes": prediction.sent_bytes[rank],
                 "tables": [name for name, choice in planned.plan.items() if rank in choice.ranks],
             }
             for rank in range(planned.problem.num_ranks)
@@ -109,12 +110,7 @@ def as_tree(report: Report) -> dict[str, Any]:
             }
             for name, choice in planned.plan.items()
         ],
-        "seeds": {}
-        if planned.found is None
-        else {
-            name: priced.ms if priced.feasible else None
-            for name, priced in planned.found.seeds.items()
-        },
+        "seeds": {n: seed.ms if seed.feasible else None for n, seed in seeds.items()},
     }
 
 
@@ -165,7 +161,7 @@ def as_text(report: Report) -> str:
 
 def prediction_text(ms: float, error: float | None, cost: TaskCost) -> str:
     """Format the predicted step time with the expected error."""
-    if error is None or not math.isfinite(error):
+    if error is None:
         measured = cost.profile.sources.get("work") == "measured"
         reason = (
             "the error is unknown" if measured else "based on data sheets; nothing was measured"
