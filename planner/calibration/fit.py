@@ -196,7 +196,7 @@ def _terms(scaled: Floats) -> Floats:
     return np.concatenate([rows, scaled[3:]])
 
 
-def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) -> Floats:
+def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float) -> Floats:
     """Return non-negative factors [T] of ``terms`` that minimize the squared relative errors.
 
     ``shrinkage`` is the weight of the squared distances of the factors from 1. The fit is repeated
