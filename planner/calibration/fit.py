@@ -125,19 +125,18 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
-    factors, per_link = _factors(records[0]), records[0].ranks_per_link
-    scaled, prices = factors, factors.sum(axis=0)
-    for _ in range(3):
-        busiest = _busiest(totals, prices, per_link)
-        scaled = factors * _solve(busiest, factors, ms, FIRST_SHRINKAGE)[:, None, None]
-        prices = scaled.sum(axis=0)
-    if not np.isfinite(shrinkage):
-        return prices
-    terms = _terms(scaled)
-    for _ in range(3):
-        busiest = _busiest(totals, prices, per_link)
-        prices = (_solve(busiest, terms, ms, shrinkage)[:, None, None] * terms).sum(axis=0)
-    return prices
+    per_link = records[0].ranks_per_link
+
+    def scaled(terms: Floats, weight: float) -> Floats:
+        result = terms
+        for _ in range(3):
+            busiest = _busiest(totals, result.sum(axis=0), per_link)
+            result = terms * _solve(busiest, terms, ms, weight)[:, None, None]
+        return result
+
+    factors = scaled(_factors(records[0]), FIRST_SHRINKAGE)
+    terms = scaled(_terms(factors), shrinkage) if np.isfinite(shrinkage) else factors
+    return terms.sum(axis=0)
 
 
 def _factors(like: Record) -> Floats:
@@ -190,9 +189,9 @@ def _busiest(totals: Floats, prices: Floats, ranks_per_link: int) -> Floats:
 def _terms(scaled: Floats) -> Floats:
     """Return the terms [T, times, F] to scale: each count's work, the bytes, and the calls."""
     work = scaled[:, 0].sum(axis=0)
-    rows = np.zeros((np.count_nonzero(work), *scaled.shape[1:]))
-    for row, n in zip(rows, work.nonzero()[0], strict=True):
-        row[0, n] = work[n]
+    priced = np.flatnonzero(work)
+    rows = np.zeros((len(priced), *scaled.shape[1:]))
+    rows[np.arange(len(priced)), 0, priced] = work[priced]
     return np.concatenate([rows, scaled[3:]])
 
 
