@@ -47,6 +47,9 @@ _WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
 MOST_IDS = 1_000_000  # per sample and table
+# The kinds of numbers.
+ABOVE_0, FROM_0 = "a number, above 0", "a number, 0 or more"
+WHOLE = "a whole number, 1 or more"
 Value = TypeVar("Value")
 
 
@@ -121,7 +124,7 @@ def read_tables(path: Path) -> TablesFile:
         ids_per_sample={feature.name: ids for _, feature, ids, _, _ in parts},
         stats={table.name: stats for table, _, _, stats, _ in parts},
         world_size=1,
-        batch_size=_whole(f"{path}: batch_size", given.get("batch_size")),
+        batch_size=int(_number(f"{path}: batch_size", given.get("batch_size"), WHOLE)),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
         dense=_dense(f"{path}: dense", given.get("dense")),
     )
@@ -143,18 +146,18 @@ def _by_rank(where: str, given: object) -> tuple[float, ...] | None:
         each = {where: given}
     if not each:
         raise ConfigError(f"{where}: the list is empty; give one number per rank, such as [2, 1]")
-    return tuple(_number(name, number, least=0.0) for name, number in each.items())
+    return tuple(_number(name, number, ABOVE_0) for name, number in each.items())
 
 
 def _dense(where: str, given: object) -> DenseWork:
     if given is None:
         return DenseWork()
     tree = _object(where, given, DENSE_KEYS, '{"parameters": 500000}')
-    parameters = _whole(f"{where}.parameters", tree.get("parameters"))
+    parameters = int(_number(f"{where}.parameters", tree.get("parameters"), WHOLE))
     macs = tree.get("macs_per_sample", parameters)
-    macs = _number(f"{where}.macs_per_sample", macs, least=0.0)
+    macs = _number(f"{where}.macs_per_sample", macs, ABOVE_0)
     elements = tree.get("elements_per_sample", macs * 2 / _WIDE)
-    elements = _number(f"{where}.elements_per_sample", elements, least=0.0)
+    elements = _number(f"{where}.elements_per_sample", elements, ABOVE_0)
     return DenseWork(macs_per_sample=macs, elements_per_sample=elements, parameters=parameters)
 
 
@@ -166,8 +169,8 @@ def _table(where: str, tree: object) -> _Table:
     name = given.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError(f'{where}.name must be a non-empty string, such as "C1", got {name!r}')
-    rows, dim = _whole(f"{where}.rows", given.get("rows")), _whole(f"{where}.dim", given.get("dim"))
-    ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
+    rows, dim = (int(_number(f"{where}.{key}", given.get(key), WHOLE)) for key in ("rows", "dim"))
+    ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), ABOVE_0)
     if ids > MOST_IDS:
         raise ConfigError(f"{where}.ids_per_sample must be {MOST_IDS:,} or less, got {ids:g}")
     stats, law = _stats(where, given, rows, ids)
@@ -199,31 +202,18 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
             )
         return from_bins(by_rows, by_lookups, ids), None
     tree = _object(f"{where}.zipf", value, ("s", "q"), '{"s": 1.05, "q": 2.0}')
-    s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)
-    q = _number(f"{where}.zipf.q", tree.get("q", 0.0), least=-1e-9)
+    s = _number(f"{where}.zipf.s", tree.get("s"), FROM_0)
+    q = _number(f"{where}.zipf.q", tree.get("q", 0.0), FROM_0)
     return zipf_mandelbrot(rows, s, q, ids), Law(s=s, q=q)
 
 
-def _number(key: str, value: object, *, least: float) -> float:
-    """Return the value as a float; raise ConfigError unless it is finite and above ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
-        bound = "above 0" if least == 0.0 else "0 or more"
-        raise ConfigError(f"{key} must be a number, {bound} and below {MOST:g}, got {value!r}")
-    return float(value)
-
-
-def _whole(key: str, value: object) -> int:
-    """Return a whole number of at least 1 (100.0 is valid); else raise ConfigError."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 1 <= value < MOST
-        or value != int(value)
-    ):
-        raise ConfigError(
-            f"{key} must be a whole number, 1 or more and below {MOST:g}, got {value!r}"
-        )
-    return int(value)
+def _number(key: str, value: object, kind: str) -> float:
+    """Return a number of this kind; raise ConfigError for any other value."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < MOST:
+        whole = value >= 1 and value == int(value)  # 100.0 is a whole number
+        if {ABOVE_0: value > 0, FROM_0: value >= 0, WHOLE: whole}[kind]:
+            return value if kind == WHOLE else float(value)  # large whole numbers stay exact
+    raise ConfigError(f"{key} must be {kind} and below {MOST:g}, got {value!r}")
 
 
 def _sample(key: str, value: object, rows: int) -> list[int]:
@@ -246,7 +236,7 @@ def _bins(key: str, value: object) -> list[float]:
     values = cast("list[Any]", value)
     if not isinstance(value, list) or len(values) != NUM_BINS:
         raise ConfigError(f"{key} must be a list of {NUM_BINS} numbers, one share for each bin")
-    shares = [_number(f"{key}[{n}]", share, least=-1e-9) for n, share in enumerate(values)]
+    shares = [_number(f"{key}[{n}]", share, FROM_0) for n, share in enumerate(values)]
     if not any(shares):
         raise ConfigError(
             f"{key}: all shares are 0, but at least one must be above 0 (for example, the first "
