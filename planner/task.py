@@ -194,6 +194,12 @@ class Task:
     def _feature(self) -> dict[str, FeatureConfig]:
         return {feature.name: feature for feature in self.features}
 
+    @cached_property
+    def mean_ids(self) -> dict[str, float]:
+        """Map each feature name to the average number of ids per sample."""
+        known = self.ids_per_sample
+        return {each.name: known.get(each.name, float(each.hotness)) for each in self.features}
+
     @property
     def backend(self) -> str:
         return backend_of_device(self.device_type)
@@ -204,11 +210,7 @@ class Task:
 
     def lookups(self, table: TableConfig) -> float:
         """Return the average number of ids in a batch."""
-        per_sample = sum(
-            self.ids_per_sample.get(name, float(self._feature[name].hotness))
-            for name in table.features
-        )
-        return self.batch_size * per_sample
+        return self.batch_size * sum(self.mean_ids[name] for name in table.features)
 
     def most_lookups(self, table: TableConfig) -> int:
         """Return the largest number of ids in a batch, as the engine counts them."""

@@ -32,9 +32,7 @@ from sbpflow.sbp.sbp import balanced_sizes, parse_nd_sbp
 def base_work(task: Task) -> Floats:
     """Return the counts [F] of every rank without tables: its samples, dense part, and ids."""
     samples = task.batch_size / task.world_size
-    ids = sum(
-        task.ids_per_sample.get(feature.name, float(feature.hotness)) for feature in task.features
-    )
+    ids = sum(task.mean_ids.values())
     item, parameters = task.dtype.itemsize, task.dense.parameters
     width = sum(output.width for output in task.outputs)
     return vector_of(
