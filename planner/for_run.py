@@ -24,7 +24,7 @@ from sbpflow.config.table_rules import TableRule
 from sbpflow.data.stats import FieldStats
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
-from sbpflow.planner.calibration.command import save_on_all_hosts
+from sbpflow.planner.calibration.calibrate import save_on_all_hosts
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios

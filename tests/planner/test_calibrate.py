@@ -18,8 +18,14 @@ from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import design, measure
-from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
-from sbpflow.planner.calibration.command import default_ranks, describe, save_on_all_hosts
+from sbpflow.planner.calibration.calibrate import (
+    QUICK,
+    Journal,
+    calibrate,
+    default_ranks,
+    describe,
+    save_on_all_hosts,
+)
 from sbpflow.planner.calibration.design import (
     Law,
     draw_batches,

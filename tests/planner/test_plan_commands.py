@@ -422,7 +422,7 @@ def test_a_calibration_checks_its_options_before_it_measures(words, message, mon
 def test_machines_compare_the_options_of_a_calibration(monkeypatch):
     """With other options, ranks would draw other tasks, and wait for each other."""
     started = Mock(side_effect=ConfigError("rank 1 differs"))
-    monkeypatch.setattr("sbpflow.planner.calibration.command.World.start", started)
+    monkeypatch.setattr("sbpflow.planner.calibration.calibrate.World.start", started)
     monkeypatch.setenv("RANK", "0")
     given = {"seconds": "9.0", "rounds": "3", "optimizer": "sgd", "seed": "7"}
     with pytest.raises(ConfigError, match="rank 1 differs"):

@@ -50,7 +50,7 @@ from tests import deadlines
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
-COMMAND = "sbpflow.planner.calibration.command"
+COMMAND = "sbpflow.planner.calibration.calibrate"
 CALIBRATION = "sbpflow.planner.for_run._calibration"
 SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
