@@ -201,10 +201,6 @@ class Task:
         return {each.name: known.get(each.name, float(each.hotness)) for each in self.features}
 
     @property
-    def backend(self) -> str:
-        return backend_of_device(self.device_type)
-
-    @property
     def world(self) -> Placement:
         return Placement.line(self.device_type, self.world_size)
 
@@ -259,7 +255,7 @@ def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
         optimizer=task.optimizer,
         dtype=task.dtype,
         world=task.world,
-        backend=task.backend,
+        backend=backend_of_device(task.device_type),
         batch_size=task.batch_size,
         row_dtype=task.row_dtype,
     )
