@@ -35,7 +35,7 @@ def calibrate(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
 
-    from sbpflow.planner.calibration.command import default_ranks, run_calibration
+    from sbpflow.planner.calibration.calibrate import default_ranks, run_calibration
     from sbpflow.runtime.processes.start_ranks import start_ranks
 
     if "RANK" not in os.environ:

@@ -49,10 +49,9 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     rank = int((memory - limits).argmax())
     equal = limits.min() == limits.max()
     most = _size(limits[rank]) + (" per rank" if equal else f" on rank {rank}")
-    over = [] if equal else np.flatnonzero(memory > limits).tolist()
-    enough = ", ".join(f"{_size(memory[place])} on rank {place}" for place in over)
-    if equal or len(over) > MOST_LISTED:
-        enough = f"{_size(memory.max())} per rank"
+    enough, over = f"{_size(memory.max())} per rank", np.flatnonzero(memory > limits).tolist()
+    if not equal and len(over) <= MOST_LISTED:
+        enough = ", ".join(f"{_size(memory[place])} on rank {place}" for place in over)
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
         f"no plan found fits in {most}: in the plan with the smallest excess, rank {rank} needs "

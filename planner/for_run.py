@@ -24,7 +24,7 @@ from sbpflow.config.table_rules import TableRule
 from sbpflow.data.stats import FieldStats
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
-from sbpflow.planner.calibration.command import save_on_all_hosts
+from sbpflow.planner.calibration.calibrate import save_on_all_hosts
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
@@ -69,7 +69,7 @@ class PlannedRun:
     prediction: Prediction
     seconds: float
     topology: Topology
-    path: Path | None  # the file of the calibration, or None if the profile was given
+    path: Path  # the file of the calibration
 
     @property
     def facts(self) -> dict[str, str]:
@@ -80,8 +80,8 @@ class PlannedRun:
 
     @property
     def origin(self) -> str:
-        """Describe the calibration (see ``origin_of``); "" if the profile was given."""
-        return "" if self.path is None else origin_of(self.cost.profile, self.facts)
+        """Describe the calibration (see ``origin_of``)."""
+        return origin_of(self.cost.profile, self.facts)
 
     @property
     def rules(self) -> dict[str, TableRule]:
@@ -100,10 +100,9 @@ class PlannedRun:
     def summary(self) -> str:
         """Return the log line for the start of a run."""
         placed = len(self.plan) - len(self.task.pinned)
-        origin = f"; {self.origin}" if self.origin else ""
         return (
             f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s; "
-            f"predicted step time {self.prediction.step_ms:.2f} ms{origin}"
+            f"predicted step time {self.prediction.step_ms:.2f} ms; {self.origin}"
         )
 
     def report(self) -> str:
@@ -113,8 +112,7 @@ class PlannedRun:
         if len(self.plan) == len(self.task.pinned):
             return ""
         planned = priced_plan("parallel.plan: auto", self.plan, self.cost, seconds=self.seconds)
-        text = as_text(report_of(planned, self.cost))
-        return f"{text}\n{self.origin}" if self.origin else text
+        return f"{as_text(report_of(planned, self.cost))}\n{self.origin}"
 
     def against(self, measured_ms: float) -> str:
         """Return a run's last log line; ``measured_ms`` is not finite if no step was timed."""
@@ -144,8 +142,6 @@ class PlannedRun:
             LOG.warning("the step time was not predicted: %s", error)
             return {}
         lines = {"step time": ran.against(measured_ms)}
-        if self.path is None:
-            return lines
         profile = None
         with ExitStack() as opened:
             try:
@@ -153,7 +149,7 @@ class PlannedRun:
                     # Locked until the file is written, so that runs that end at the same time keep
                     # each other's corrections.
                     opened.enter_context(hold(self.path.with_suffix(".lock"), wait=True))
-                    profile = ran._corrected(self.path, measured_ms)
+                    profile = ran._corrected(measured_ms)
             except (ConfigError, OSError) as error:
                 LOG.warning("this run is not added to the calibration: %s", error)
             try:
@@ -165,12 +161,12 @@ class PlannedRun:
         lines["costs"] = origin_of(profile or self.cost.profile, self.facts)
         return lines
 
-    def _corrected(self, path: Path, measured_ms: float) -> Profile | None:
+    def _corrected(self, measured_ms: float) -> Profile | None:
         """Return the calibration corrected by this run, or None if it was replaced during the run
         or is for other ranks or devices.
         """
         facts, priced = self.facts, self.cost.profile
-        profile = load(path)  # loaded again, because other runs may have corrected it
+        profile = load(self.path)  # loaded again, because other runs may have corrected it
         if profile.about != priced.about or not belongs(profile, facts):
             return None
         run = MeasuredRun(
@@ -190,7 +186,6 @@ def plan_tables(
     *,
     world_size: int,
     device_type: str,
-    profile: Profile | None = None,
     topology: Topology | None = None,
 ) -> PlannedRun:
     """Choose a plan for a run; ``num_rows`` is the number of rows that ``stats`` were computed
@@ -199,16 +194,7 @@ def plan_tables(
     Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
     start = time.perf_counter()
-    path = None
-    if profile is None:
-        if device_type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "parallel.plan: auto uses the calibration of this machine's GPUs, but "
-                "parallel.device is cuda, and this machine has no usable GPU; use "
-                "parallel.device: cpu, or parallel.scheme: auto, which needs no calibration"
-            )
-        path = default_path(device_type)
-        profile = load(path)
+    path, profile = _calibration(device_type)
     # Early rows may be possible with the planned layouts even if they are not with the draft's.
     ahead = replace(config.train, early_rows="auto", late_gradients="auto")
     _, draft = plan_run(
@@ -238,6 +224,18 @@ def plan_tables(
         topology=draft.topology,
         path=path,
     )
+
+
+def _calibration(device_type: str) -> tuple[Path, Profile]:
+    """Return the file of this machine's calibration, and its content."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "parallel.plan: auto uses the calibration of this machine's GPUs, but parallel.device "
+            "is cuda, and this machine has no usable GPU; use parallel.device: cpu, or "
+            "parallel.scheme: auto, which needs no calibration"
+        )
+    path = default_path(device_type)
+    return path, load(path)
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:

@@ -14,6 +14,7 @@ from sbpflow.planner.planners import Planned
 from sbpflow.planner.search.bounds import Bound, bound
 from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.problem import BYTES, TIMES, Floats, State
+from sbpflow.planner.shapes import choice_of_move
 from sbpflow.planner.task import Choice
 
 COLORS = ("#4477aa", "#ccbb44", "#ee6677", "#aa3377")
@@ -59,7 +60,6 @@ def report_of(planned: Planned, cost: TaskCost) -> Report:
 def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
     problem, price = planned.problem, planned.priced
     state, inserter = State(problem, planned.assignment), Inserter(problem)
-    world = tuple(range(problem.num_ranks))
     runners_up: dict[str, RunnerUp] = {}
     for table, name in enumerate(problem.names):
         current = state.remove(table)
@@ -70,11 +70,8 @@ def _runners_up(planned: Planned) -> dict[str, RunnerUp]:
             changed = state.price()
             state.remove(table)
             if changed.excess_bytes <= price.excess_bytes:
-                shape = problem.options[table][other.move.option].shape
-                runners_up[name] = RunnerUp(
-                    choice=Choice(shape, other.move.ranks or world),  # type: ignore[arg-type]
-                    more_ms=changed.ms - price.ms,
-                )
+                choice = choice_of_move(problem, table, other.move)
+                runners_up[name] = RunnerUp(choice=choice, more_ms=changed.ms - price.ms)
                 break
         state.add(table, current)
     return runners_up
@@ -84,6 +81,7 @@ def as_tree(report: Report) -> dict[str, Any]:
     """Return the report as a tree that ``json.dumps`` accepts."""
     planned, kinds = report.planned, report.kinds
     prediction = report.cost.predict(planned.plan)
+    seeds = planned.found.seeds if planned.found else {}
     return {
         "planner": planned.planner,
         "predicted_ms": planned.priced.ms,
@@ -96,8 +94,8 @@ def as_tree(report: Report) -> dict[str, Any]:
             {
                 "rank": rank,
                 "ms": dict(zip(TIMES, map(float, kinds[rank]), strict=True)),
-                "memory_bytes": int(prediction.memory_bytes[rank]),
-                "sent_bytes": int(prediction.sent_bytes[rank]),
+                "memory_bytes": prediction.memory_bytes[rank],
+                "sent_bytes": prediction.sent_bytes[rank],
                 "tables": [name for name, choice in planned.plan.items() if rank in choice.ranks],
             }
             for rank in range(planned.problem.num_ranks)
@@ -112,12 +110,7 @@ def as_tree(report: Report) -> dict[str, Any]:
             }
             for name, choice in planned.plan.items()
         ],
-        "seeds": {}
-        if planned.found is None
-        else {
-            name: priced.ms if priced.feasible else None
-            for name, priced in planned.found.seeds.items()
-        },
+        "seeds": {n: seed.ms if seed.feasible else None for n, seed in seeds.items()},
     }
 
 
@@ -168,7 +161,7 @@ def as_text(report: Report) -> str:
 
 def prediction_text(ms: float, error: float | None, cost: TaskCost) -> str:
     """Format the predicted step time with the expected error."""
-    if error is None or not math.isfinite(error):
+    if error is None:
         measured = cost.profile.sources.get("work") == "measured"
         reason = (
             "the error is unknown" if measured else "based on data sheets; nothing was measured"

@@ -4,7 +4,6 @@ The shapes come from every exchange's ``cuts``: even cuts into one part per rank
 of parts that is a power of two. The search chooses the ranks of the parts.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from sbpflow.embedding.plan.exchanges import EXCHANGES
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import PlanError
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.work import base_work, joins_work, shape_work
+from sbpflow.planner.costs.work import base_work, joins_work, keys_work, shape_work
 from sbpflow.planner.search.problem import NO_LIMIT, Assignment, Key, Move, Option, Problem
 from sbpflow.planner.task import Choice, Plan, Shape, Task
 
@@ -57,7 +56,7 @@ def problem_of(model: TaskCost, given: Plan | None = None) -> Problem:
     """
     task, size = model.task, model.task.world_size
     base = np.tile(base_work(task) @ model.prices, (size, 1))
-    present: list[Key] = []
+    present: dict[Key, None] = {}
     names: list[str] = []
     options: list[tuple[Option, ...]] = []
     for table in task.tables:
@@ -67,21 +66,19 @@ def problem_of(model: TaskCost, given: Plan | None = None) -> Problem:
             ranks = pinned.ranks if option.num_shards else ()
             base += option.home
             base[list(ranks)] += option.shards
-            present += [key for key in option.keys(ranks) if key not in present]
+            present |= dict.fromkeys(option.keys(ranks))
             continue
         shapes = [*shapes_of(task, table)]
         if given is not None and given[table.name].shape not in shapes:
             shapes.append(given[table.name].shape)
         names.append(table.name)
         options.append(tuple(_option(model, table, shape) for shape in shapes))
-    key_loads = np.concatenate([model.prices, joins_work(task) @ model.prices])
-    for feature, number in Counter(feature for feature, _ in present).items():
-        base += key_loads[feature] * (number if feature < NUM_FEATURES else number > 1)
+    base += keys_work(task, present) @ model.prices
     return Problem(
         names=tuple(names),
         options=tuple(options),
         limit_bytes=np.array(task.device_bytes or (NO_LIMIT,) * size, dtype=np.float64),
-        key_loads=key_loads,
+        key_loads=np.concatenate([model.prices, joins_work(task) @ model.prices]),
         base=shared(base * model.slowness, model.ranks_per_link),
         present=tuple(present),
         slowness=model.slowness,
@@ -98,13 +95,15 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
     """Return the plan that an assignment describes, with pinned tables, in the task's order."""
     plan: Plan = dict(task.pinned)
-    world = tuple(range(task.world_size))
-    for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
-        shape = options[move.option].shape
-        if not isinstance(shape, Shape):
-            raise PlanError(f"table {name}: {shape!r} is not a valid table shape")
-        plan[name] = Choice(shape, move.ranks or world)
+    for table, (name, move) in enumerate(zip(problem.names, assignment, strict=True)):
+        plan[name] = choice_of_move(problem, table, move)
     return {table.name: plan[table.name] for table in task.tables}
+
+
+def choice_of_move(problem: Problem, table: int, move: Move) -> Choice:
+    """Return the shape and the ranks of a move; a copy is on all ranks."""
+    shape = problem.options[table][move.option].shape
+    return Choice(shape, move.ranks or tuple(range(problem.num_ranks)))
 
 
 def assignment_of(problem: Problem, plan: Plan) -> Assignment:

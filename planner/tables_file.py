@@ -26,7 +26,6 @@ from typing import Any, TypeVar, cast
 
 from sbpflow.config.parse import brief
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Law
@@ -48,23 +47,22 @@ _WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
 MOST_IDS = 1_000_000  # per sample and table
+# The kinds of numbers.
+ABOVE_0, FROM_0 = "a number, above 0", "a number, 0 or more"
+WHOLE = "a whole number, 1 or more"
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesFile:
-    """The content of the file; ``laws`` has the ``zipf`` parameters by table."""
+    """The content of the file: the task for a single rank without limits, and the ``zipf``
+    parameters by table.
+    """
 
-    tables: tuple[TableConfig, ...]
-    features: tuple[FeatureConfig, ...]
-    ids_per_sample: Mapping[str, float]
-    stats: Mapping[str, IdStats]
+    one_rank: Task
     laws: Mapping[str, Law]
-    batch_size: int
-    optimizer: SparseOptimizer
     device_bytes: tuple[int, ...] | None  # for each rank, or one value for all ranks
     speeds: tuple[float, ...] | None  # for each rank, or one value for all ranks
-    dense: DenseWork
 
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
@@ -73,18 +71,12 @@ class TablesFile:
         limits = self.device_bytes
         if limits is None and device_bytes is not None:
             limits = (device_bytes,)
-        return Task(
-            outputs=(OutputConfig(name="tables", tables=self.tables),),
-            features=self.features,
-            stats=self.stats,
+        return replace(
+            self.one_rank,
             world_size=world_size,
-            batch_size=self.batch_size,
-            optimizer=self.optimizer,
-            ids_per_sample=self.ids_per_sample,
             device_type=device_type,
             device_bytes=_for_ranks("device_gb", limits, world_size),
             speeds=_for_ranks("speed", self.speeds, world_size),
-            dense=self.dense,
         )
 
 
@@ -126,17 +118,21 @@ def read_tables(path: Path) -> TablesFile:
             f"{path}: optimizer must be one of {', '.join(RULES)}, got {brief(optimizer)}"
         )
     gb = _by_rank(f"{path}: device_gb", given.get("device_gb"))
-    return TablesFile(
-        tables=tuple(table for table, *_ in parts),
+    one_rank = Task(
+        outputs=(OutputConfig(name="tables", tables=tuple(table for table, *_ in parts)),),
         features=tuple(feature for _, feature, *_ in parts),
         ids_per_sample={feature.name: ids for _, feature, ids, _, _ in parts},
         stats={table.name: stats for table, _, _, stats, _ in parts},
-        laws={table.name: law for table, _, _, _, law in parts if law is not None},
-        batch_size=_whole(f"{path}: batch_size", given.get("batch_size")),
+        world_size=1,
+        batch_size=int(_number(f"{path}: batch_size", given.get("batch_size"), WHOLE)),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
+        dense=_dense(f"{path}: dense", given.get("dense")),
+    )
+    return TablesFile(
+        one_rank=one_rank,
+        laws={table.name: law for table, _, _, _, law in parts if law is not None},
         device_bytes=None if gb is None else tuple(max(1, int(1e9 * each)) for each in gb),
         speeds=_by_rank(f"{path}: speed", given.get("speed")),
-        dense=_dense(f"{path}: dense", given.get("dense")),
     )
 
 
@@ -150,18 +146,18 @@ def _by_rank(where: str, given: object) -> tuple[float, ...] | None:
         each = {where: given}
     if not each:
         raise ConfigError(f"{where}: the list is empty; give one number per rank, such as [2, 1]")
-    return tuple(_number(name, number, least=0.0) for name, number in each.items())
+    return tuple(_number(name, number, ABOVE_0) for name, number in each.items())
 
 
 def _dense(where: str, given: object) -> DenseWork:
     if given is None:
         return DenseWork()
     tree = _object(where, given, DENSE_KEYS, '{"parameters": 500000}')
-    parameters = _whole(f"{where}.parameters", tree.get("parameters"))
+    parameters = int(_number(f"{where}.parameters", tree.get("parameters"), WHOLE))
     macs = tree.get("macs_per_sample", parameters)
-    macs = _number(f"{where}.macs_per_sample", macs, least=0.0)
+    macs = _number(f"{where}.macs_per_sample", macs, ABOVE_0)
     elements = tree.get("elements_per_sample", macs * 2 / _WIDE)
-    elements = _number(f"{where}.elements_per_sample", elements, least=0.0)
+    elements = _number(f"{where}.elements_per_sample", elements, ABOVE_0)
     return DenseWork(macs_per_sample=macs, elements_per_sample=elements, parameters=parameters)
 
 
@@ -173,8 +169,8 @@ def _table(where: str, tree: object) -> _Table:
     name = given.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError(f'{where}.name must be a non-empty string, such as "C1", got {name!r}')
-    rows, dim = _whole(f"{where}.rows", given.get("rows")), _whole(f"{where}.dim", given.get("dim"))
-    ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
+    rows, dim = (int(_number(f"{where}.{key}", given.get(key), WHOLE)) for key in ("rows", "dim"))
+    ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), ABOVE_0)
     if ids > MOST_IDS:
         raise ConfigError(f"{where}.ids_per_sample must be {MOST_IDS:,} or less, got {ids:g}")
     stats, law = _stats(where, given, rows, ids)
@@ -206,31 +202,18 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
             )
         return from_bins(by_rows, by_lookups, ids), None
     tree = _object(f"{where}.zipf", value, ("s", "q"), '{"s": 1.05, "q": 2.0}')
-    s = _number(f"{where}.zipf.s", tree.get("s"), least=-1e-9)
-    q = _number(f"{where}.zipf.q", tree.get("q", 0.0), least=-1e-9)
+    s = _number(f"{where}.zipf.s", tree.get("s"), FROM_0)
+    q = _number(f"{where}.zipf.q", tree.get("q", 0.0), FROM_0)
     return zipf_mandelbrot(rows, s, q, ids), Law(s=s, q=q)
 
 
-def _number(key: str, value: object, *, least: float) -> float:
-    """Return the value as a float; raise ConfigError unless it is finite and above ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
-        bound = "above 0" if least == 0.0 else "0 or more"
-        raise ConfigError(f"{key} must be a number, {bound} and below {MOST:g}, got {value!r}")
-    return float(value)
-
-
-def _whole(key: str, value: object) -> int:
-    """Return a whole number of at least 1 (100.0 is valid); else raise ConfigError."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 1 <= value < MOST
-        or value != int(value)
-    ):
-        raise ConfigError(
-            f"{key} must be a whole number, 1 or more and below {MOST:g}, got {value!r}"
-        )
-    return int(value)
+def _number(key: str, value: object, kind: str) -> float:
+    """Return a number of this kind; raise ConfigError for any other value."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < MOST:
+        whole = value >= 1 and value == int(value)  # 100.0 is a whole number
+        if {ABOVE_0: value > 0, FROM_0: value >= 0, WHOLE: whole}[kind]:
+            return value if kind == WHOLE else float(value)  # large whole numbers stay exact
+    raise ConfigError(f"{key} must be {kind} and below {MOST:g}, got {value!r}")
 
 
 def _sample(key: str, value: object, rows: int) -> list[int]:
@@ -253,7 +236,7 @@ def _bins(key: str, value: object) -> list[float]:
     values = cast("list[Any]", value)
     if not isinstance(value, list) or len(values) != NUM_BINS:
         raise ConfigError(f"{key} must be a list of {NUM_BINS} numbers, one share for each bin")
-    shares = [_number(f"{key}[{n}]", share, least=-1e-9) for n, share in enumerate(values)]
+    shares = [_number(f"{key}[{n}]", share, FROM_0) for n, share in enumerate(values)]
     if not any(shares):
         raise ConfigError(
             f"{key}: all shares are 0, but at least one must be above 0 (for example, the first "

@@ -6,7 +6,7 @@ files contain rules in the format of ``parallel.tables``.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
@@ -34,9 +34,8 @@ from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.runtime.files.json_file import is_count, object_of
 from sbpflow.runtime.ranks.topology import check_speeds
-from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
+from sbpflow.sbp.sbp import Split, format_nd_sbp
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +65,6 @@ class Shape:
     def num_shards(self) -> int:
         """Return the number of shards, one per rank of a choice, or 1 for a copy on all ranks."""
         return self.parts[0] * self.parts[1]
-
-    def layout(self, world: Placement) -> Layout:
-        """Return the layout on the first ranks of the world, or on all ranks for a copy."""
-        nd_sbp = parse_nd_sbp(self.sbp)
-        if self.copied:
-            return Layout(world, nd_sbp)
-        ranks = world.ranks[: self.num_shards]
-        shape = self.parts if len(nd_sbp) > 1 else (len(ranks),)
-        return Layout(Placement(world.device_type, ranks, shape), nd_sbp)
 
     def __str__(self) -> str:
         parts = "" if self.num_shards == 1 else " " + "x".join(map(str, self.parts))
@@ -134,17 +124,6 @@ class DenseWork:
     macs_per_sample: float = 0.0
     elements_per_sample: float = 0.0
     parameters: int = 0
-
-
-def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
-    """Return the work of a dense part with weights of these shapes, each used once per sample."""
-    shapes = list(weights)
-    macs = sum(a * b for a, b in shapes)
-    return DenseWork(
-        macs_per_sample=float(macs),
-        elements_per_sample=float(sum(a + b for a, b in shapes)),
-        parameters=macs + (sum(b for _, b in shapes) if biases else 0),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +194,11 @@ class Task:
     def _feature(self) -> dict[str, FeatureConfig]:
         return {feature.name: feature for feature in self.features}
 
-    @property
-    def backend(self) -> str:
-        return backend_of_device(self.device_type)
+    @cached_property
+    def mean_ids(self) -> dict[str, float]:
+        """Map each feature name to the average number of ids per sample."""
+        known = self.ids_per_sample
+        return {each.name: known.get(each.name, float(each.hotness)) for each in self.features}
 
     @property
     def world(self) -> Placement:
@@ -225,11 +206,7 @@ class Task:
 
     def lookups(self, table: TableConfig) -> float:
         """Return the average number of ids in a batch."""
-        per_sample = sum(
-            self.ids_per_sample.get(name, float(self._feature[name].hotness))
-            for name in table.features
-        )
-        return self.batch_size * per_sample
+        return self.batch_size * sum(self.mean_ids[name] for name in table.features)
 
     def most_lookups(self, table: TableConfig) -> int:
         """Return the largest number of ids in a batch, as the engine counts them."""
@@ -278,7 +255,7 @@ def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
         optimizer=task.optimizer,
         dtype=task.dtype,
         world=task.world,
-        backend=task.backend,
+        backend=backend_of_device(task.device_type),
         batch_size=task.batch_size,
         row_dtype=task.row_dtype,
     )

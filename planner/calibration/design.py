@@ -9,7 +9,7 @@ law, and the id statistics are computed from the same law.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
+from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.measure import spread_of
-from sbpflow.planner.costs.features import zipf_mandelbrot
-from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
+from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task
+from sbpflow.planner.workloads import Drawn, make_task
 from sbpflow.sbp.sbp import balanced_sizes
 
 # maximum number of elements in the tables of a sample; every rank that stores the tables must
@@ -103,38 +103,34 @@ def draw_sample(
     most_ids = (1_600_000 if large else 400_000) // batch
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)
-    tables = tuple(
-        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=int(d))
-        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
-    )
-    laws = {
-        table.name: Law(s=float(np.clip(random.normal(0.8, 0.35), 0.0, 1.6)), q=float(q))
-        for table, q in zip(tables, 10 ** random.uniform(0.3, 1.7, count), strict=True)
-    }
-    output = OutputConfig(name="fields", tables=tables)
-    hidden = HIDDEN[seed % len(HIDDEN)]
-    task = Task(
-        outputs=(output,),
-        features=tuple(FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)),
-        stats={
-            table.name: zipf_mandelbrot(
-                table.num_rows, laws[table.name].s, laws[table.name].q, float(h)
-            )
-            for table, h in zip(tables, hotness, strict=True)
-        },
-        world_size=world_size,
-        batch_size=batch,
+    offsets = 10 ** random.uniform(0.3, 1.7, count)
+    exponents = np.clip(random.normal(0.8, 0.35, count), 0.0, 1.6)
+    columns = (each.tolist() for each in (rows, hotness, exponents, offsets))
+    drawn = [
+        Drawn(num_rows=size, active=size, pooling=ids, s=s, q=q)
+        for size, ids, s, q in zip(*columns, strict=True)
+    ]
+    widths, hidden = [int(dim) for dim in dims], HIDDEN[seed % len(HIDDEN)]
+    task = replace(
+        make_task(drawn, widths, world_size=world_size, batch_size=batch),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_type=device_type,
         num_hosts=num_hosts,
-        dense=dense_work_of(output.width, hidden),
+        dense=dense_work_of(sum(widths), hidden),
     )
+    laws = {f"t{n}": Law(s=table.s, q=table.q) for n, table in enumerate(drawn)}
     return Sample(task=task, laws=laws, hidden=hidden)
 
 
 def dense_work_of(width: int, hidden: Sequence[int]) -> DenseWork:
     """Return the work of the dense part that ``make_trainer`` builds for outputs of this width."""
-    return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
+    layers = list(pairwise((width + 1, *hidden, 1)))
+    macs = sum(a * b for a, b in layers)
+    return DenseWork(
+        macs_per_sample=float(macs),
+        elements_per_sample=float(sum(a + b for a, b in layers)),
+        parameters=macs + sum(b for _, b in layers),  # weights and biases
+    )
 
 
 def draw_batches(sample: Sample, rank: int, count: int, device: torch.device) -> list[Rows]:
@@ -235,16 +231,12 @@ def _mix(task: Task, random: np.random.Generator) -> Plan:
     for table in task.tables:
         shapes = shapes_for(table, task.world_size, task.num_hosts)
         weights = kinds[: len(shapes)] / kinds[: len(shapes)].sum()
-        plan[table.name] = place(shapes[int(random.choice(len(shapes), p=weights))], task, random)
+        shape = shapes[int(random.choice(len(shapes), p=weights))]
+        ranks = list(range(task.world_size))
+        if not shape.copied:
+            ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
+        plan[table.name] = Choice(shape, tuple(ranks))
     return plan
-
-
-def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
-    """Place the shape on random ranks."""
-    if shape.copied:
-        return Choice(shape, tuple(range(task.world_size)))
-    ranks = sorted(random.permutation(task.world_size)[: shape.num_shards].tolist())
-    return Choice(shape, tuple(int(rank) for rank in ranks))
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
@@ -256,20 +248,20 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
         return {"all local": {t.name: Choice(Shape("B", "local"), world) for t in task.tables}}
     whole = balanced_whole(task)
     plans: dict[str, Plan] = {"all whole": whole}
-    for kind in (
-        *(("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")),
-        *(("S(1)", "columns"), ("S(1)", "unique")),
-        *((TWO_HOPS,) if 1 < task.num_hosts < task.world_size else ()),
-    ):
-        plan: Plan = {}
-        for table in task.tables:
-            fitting = [
-                shape
-                for shape in shapes_for(table, task.world_size, task.num_hosts)
-                if (shape.sbp, shape.exchange) == kind
-            ]
-            plan[table.name] = Choice(fitting[0], world) if fitting else whole[table.name]
-        plans[f"all {kind[0]} {kind[1]}"] = plan
+    kinds = [("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")]
+    kinds += [("S(1)", "columns"), ("S(1)", "unique")]
+    if 1 < task.num_hosts < task.world_size:
+        kinds.append(TWO_HOPS)
+    shapes = {t.name: shapes_for(t, task.world_size, task.num_hosts) for t in task.tables}
+    for kind in kinds:
+        on_all_ranks = {
+            name: Choice(shape, world)
+            for name, mine in shapes.items()
+            for shape in mine
+            if (shape.sbp, shape.exchange) == kind
+            and (shape.copied or shape.num_shards == task.world_size)
+        }
+        plans[" ".join(("all", *kind))] = whole | on_all_ranks
     return plans
 
 

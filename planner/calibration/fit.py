@@ -22,6 +22,7 @@ from sbpflow.planner.costs.profile import (
     WITHIN_HOST_GB_PER_S,
     Link,
     Profile,
+    far_share,
     parameter_bytes,
     partners,
 )
@@ -105,7 +106,7 @@ def _link(byte_ms: float, call_ms: float, like: Record) -> Link:
     if like.num_hosts in (1, world_size):
         return Link(within_gb_per_s=rate, within_call_ms=call_ms)
     per_node = world_size // like.num_hosts
-    between = rate * _far_share(world_size, like.num_hosts)
+    between = rate * far_share(world_size, per_node)
     return Link(
         ranks_per_node=per_node,
         within_gb_per_s=max(WITHIN_HOST_GB_PER_S, between * per_node),
@@ -124,19 +125,18 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
-    factors, per_link = _factors(records[0]), records[0].ranks_per_link
-    scaled, prices = factors, factors.sum(axis=0)
-    for _ in range(3):
-        busiest = _busiest(totals, prices, per_link)
-        scaled = factors * _solve(busiest, factors, ms, FIRST_SHRINKAGE)[:, None, None]
-        prices = scaled.sum(axis=0)
-    if not np.isfinite(shrinkage):
-        return prices
-    terms = _terms(scaled)
-    for _ in range(3):
-        busiest = _busiest(totals, prices, per_link)
-        prices = (_solve(busiest, terms, ms, shrinkage)[:, None, None] * terms).sum(axis=0)
-    return prices
+    per_link = records[0].ranks_per_link
+
+    def scaled(terms: Floats, weight: float) -> Floats:
+        result = terms
+        for _ in range(3):
+            busiest = _busiest(totals, result.sum(axis=0), per_link)
+            result = terms * _solve(busiest, terms, ms, weight)[:, None, None]
+        return result
+
+    factors = scaled(_factors(records[0]), FIRST_SHRINKAGE)
+    terms = scaled(_terms(factors), shrinkage) if np.isfinite(shrinkage) else factors
+    return terms.sum(axis=0)
 
 
 def _factors(like: Record) -> Floats:
@@ -151,11 +151,12 @@ def _factors(like: Record) -> Floats:
     sent, world_size = SENT.copy(), len(like.totals)
     sent[INDEX["dense_parameters"]] = parameter_bytes(world_size)
     if 1 < like.num_hosts < world_size:
-        far = _far_share(world_size, like.num_hosts)
+        per_node = world_size // like.num_hosts
+        far = far_share(world_size, per_node)
         sent[INDEX["host_bytes"]] = 0.0
         sent[INDEX["network_bytes"]] = 1.0 / far
         for name in ("dense_parameters", "reduced_bytes"):
-            sent[INDEX[name]] /= far * (world_size // like.num_hosts)
+            sent[INDEX[name]] /= far * per_node
     # A single rank makes no calls, so all of a step's fixed time is work.
     calls = _CALLS if world_size > 1 else _NONE
     no_transfers = np.zeros((len(PHASES), NUM_FEATURES))
@@ -165,11 +166,6 @@ def _factors(like: Record) -> Floats:
             *([_NONE, *by_phase(transfers)] for transfers in (1e-6 * sent, calls)),
         ]
     )
-
-
-def _far_share(world_size: int, num_hosts: int) -> float:
-    """Return the share of evenly sent bytes that leaves the host."""
-    return (world_size - world_size // num_hosts) / (world_size - 1)
 
 
 def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
@@ -193,13 +189,13 @@ def _busiest(totals: Floats, prices: Floats, ranks_per_link: int) -> Floats:
 def _terms(scaled: Floats) -> Floats:
     """Return the terms [T, times, F] to scale: each count's work, the bytes, and the calls."""
     work = scaled[:, 0].sum(axis=0)
-    rows = np.zeros((np.count_nonzero(work), *scaled.shape[1:]))
-    for row, n in zip(rows, work.nonzero()[0], strict=True):
-        row[0, n] = work[n]
+    priced = np.flatnonzero(work)
+    rows = np.zeros((len(priced), *scaled.shape[1:]))
+    rows[np.arange(len(priced)), 0, priced] = work[priced]
     return np.concatenate([rows, scaled[3:]])
 
 
-def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) -> Floats:
+def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float) -> Floats:
     """Return non-negative factors [T] of ``terms`` that minimize the squared relative errors.
 
     ``shrinkage`` is the weight of the squared distances of the factors from 1. The fit is repeated

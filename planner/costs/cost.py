@@ -8,7 +8,6 @@ counts, so a load of five numbers describes a rank: ms of work, ms of each phase
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from sbpflow.costs.counts import BUFFERS, INDEX, MEMORY, NUM_FEATURES, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import SENT, shared
 from sbpflow.planner.costs.profile import ERROR, Profile
-from sbpflow.planner.costs.work import base_work, joins_work, shape_work
+from sbpflow.planner.costs.work import base_work, keys_work, shape_work
 from sbpflow.planner.task import Choice, Task
 
 _ONCE_PER_STEP = [INDEX[name] for name in ("always", "dense_parameters", "num_squares")]
@@ -96,10 +95,4 @@ def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
         if option.num_shards:
             total[list(choice.ranks)] += option.shards
         keys.update(option.keys(choice.ranks))
-    groups = Counter(feature for feature, _ in keys)
-    for feature in range(NUM_FEATURES):
-        total[:, feature] += groups[feature]
-    for number, joined in enumerate(joins_work(task)):
-        if groups[NUM_FEATURES + number] > 1:
-            total += joined
-    return total
+    return total + keys_work(task, keys)

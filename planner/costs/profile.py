@@ -53,15 +53,14 @@ class Link:
 
     def byte_ms(self, world_size: int) -> float:
         """Return the ms per byte sent evenly to all others, over both kinds of links at once."""
-        near, far = self._shares(world_size)
+        far = self._far_share(world_size)
         within, between = self.hop_byte_ms(world_size)
-        return max(near * within, far * between)
+        return max((1.0 - far) * within, far * between)
 
     def hop_byte_ms(self, world_size: int) -> tuple[float, float]:
         """Return the ms per byte within a node and between nodes."""
-        _, far = self._shares(world_size)
         within = 1e-6 / self.within_gb_per_s
-        return within, 1e-6 / self.between_gb_per_s if far else within
+        return within, 1e-6 / self.between_gb_per_s if self._far_share(world_size) else within
 
     def reduced_byte_ms(self, world_size: int) -> float:
         """Return the ms per byte that a rank sends in an all-reduce. Ranks send in rings, so each
@@ -76,8 +75,7 @@ class Link:
 
     def call_ms(self, world_size: int) -> float:
         """Return the latency of a collective over all ranks, in ms, without the bytes' time."""
-        _, far = self._shares(world_size)
-        each = self.between_call_ms if far else self.within_call_ms
+        each = self.between_call_ms if self._far_share(world_size) else self.within_call_ms
         return each * partners(world_size)
 
     def on_nodes_of(self, num_ranks: int) -> "Link":
@@ -98,15 +96,15 @@ class Link:
     def num_hosts(self, world_size: int) -> int:
         """Return the number of nodes, or 1 if the ranks do not fill all nodes."""
         hosts, rest = divmod(world_size, self.ranks_per_node or world_size)
-        return 1 if rest else max(hosts, 1)
+        return 1 if rest else hosts
 
-    def _shares(self, world_size: int) -> tuple[float, float]:
-        """Return the fractions of a rank's traffic within its node and between nodes."""
-        per_node = self.ranks_per_node or world_size
-        if world_size <= per_node:
-            return 1.0, 0.0
-        far = (world_size - per_node) / (world_size - 1)
-        return 1.0 - far, far
+    def _far_share(self, world_size: int) -> float:
+        return far_share(world_size, self.ranks_per_node or world_size)
+
+
+def far_share(world_size: int, ranks_per_node: int) -> float:
+    """Return the share of evenly sent bytes that leaves the node."""
+    return max(world_size - ranks_per_node, 0) / max(world_size - 1, 1)
 
 
 def parameter_bytes(world_size: int) -> float:

@@ -1,6 +1,6 @@
 """Counts the work that each table of a task, in a given shape, adds to the ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from itertools import product
 from typing import Any
@@ -26,15 +26,13 @@ from sbpflow.planner.search.problem import Option
 from sbpflow.planner.task import Shape, Task
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.sbp.sbp import balanced_sizes, parse_nd_sbp
 
 
 def base_work(task: Task) -> Floats:
     """Return the counts [F] of every rank without tables: its samples, dense part, and ids."""
     samples = task.batch_size / task.world_size
-    ids = sum(
-        task.ids_per_sample.get(feature.name, float(feature.hotness)) for feature in task.features
-    )
+    ids = sum(task.mean_ids.values())
     item, parameters = task.dtype.itemsize, task.dense.parameters
     width = sum(output.width for output in task.outputs)
     return vector_of(
@@ -61,6 +59,15 @@ def joins_work(task: Task) -> Floats:
     return np.array([vector_of(counts) for counts in joins])
 
 
+def keys_work(task: Task, keys: Collection[Key]) -> Floats:
+    """Return the counts [F] of every rank for the distinct keys of a plan: one for each key, and
+    the joins of the outputs with several groups.
+    """
+    features = np.array([feature for feature, _ in keys], dtype=np.int64)
+    counts = np.bincount(features, minlength=NUM_FEATURES + len(task.outputs))
+    return counts[:NUM_FEATURES] + (counts[NUM_FEATURES:] > 1) @ joins_work(task)
+
+
 def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
     """Return the option to store ``table`` in ``shape``, with counts [F] instead of loads."""
     size = task.world_size
@@ -81,7 +88,11 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> Option:
 
 @cache
 def _layout(shape: Shape, device_type: str, world_size: int) -> Layout:
-    return shape.layout(Placement.line(device_type, world_size))
+    """Return the layout of a shape on the first ranks of the world, or on all ranks for a copy."""
+    nd_sbp = parse_nd_sbp(shape.sbp)
+    ranks = tuple(range(world_size if shape.copied else shape.num_shards))
+    grid = shape.parts if len(nd_sbp) > 1 else (len(ranks),)
+    return Layout(Placement(device_type, ranks, grid), nd_sbp)
 
 
 def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Facts:

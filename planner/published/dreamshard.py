@@ -100,15 +100,6 @@ class DreamShard(nn.Module):
             devices, _, _ = self.episodes(setting, 1, None)
         return setting.whole(devices[0])
 
-    def features(self, setting: Setting) -> Tensor:
-        return self.scaling(setting.features)
-
-    def order(self, features: Tensor) -> Ints:
-        """Sort the tables by descending predicted cost of each table alone."""
-        with torch.no_grad():
-            alone = self.net.parts(self.net.table(features)).sum(-1)
-        return np.argsort(-alone.numpy(), kind="stable")
-
     def episodes(
         self, setting: Setting, count: int, generator: torch.Generator | None
     ) -> tuple[Ints, Tensor, Tensor]:
@@ -117,7 +108,7 @@ class DreamShard(nn.Module):
 
         ``generator`` samples the devices; without it, the most likely devices are used.
         """
-        features, size = self.features(setting), setting.num_ranks
+        features, size = self.scaling(setting.features), setting.num_ranks
         cost, policy = self.net.table(features).detach(), self.net.policy_table(features)
         cost_sums = torch.zeros(count, size, LATENT)
         policy_sums = torch.zeros(count, size, LATENT)
@@ -125,7 +116,8 @@ class DreamShard(nn.Module):
         held = torch.from_numpy(setting.held_bytes)
         devices = np.zeros((count, len(features)), dtype=np.int64)
         likely, entropy = torch.zeros(count), torch.zeros(count)
-        for table in self.order(features).tolist():
+        alone = self.net.parts(cost).sum(-1).detach()  # the predicted cost of each table alone
+        for table in np.argsort(-alone.numpy(), kind="stable").tolist():
             legal = room >= held[table]
             legal |= ~legal.any(dim=1, keepdim=True) & (room == room.amax(dim=1, keepdim=True))
             logits = self.net.logits(policy_sums, cost_sums).masked_fill(~legal, -torch.inf)
@@ -199,7 +191,7 @@ class _Training:
             parts = np.stack([measured.loads[:, 0], exchange], axis=1)
             self.samples.append(
                 _Sample(
-                    features=self.model.features(setting),
+                    features=self.model.scaling(setting.features),
                     devices=torch.from_numpy(devices),
                     parts=torch.from_numpy(parts / unit_ms).float(),
                     whole=measured.ms / unit_ms,
@@ -230,7 +222,7 @@ class _Training:
             setting, self.amount.episodes, self.generator
         )
         with torch.no_grad():
-            latents = self.model.net.table(self.model.features(setting))
+            latents = self.model.net.table(self.model.scaling(setting.features))
             placed = functional.one_hot(torch.from_numpy(devices), setting.num_ranks).float()
             reward = -self.model.net.whole(placed.transpose(1, 2) @ latents)
         advantage = (reward - reward.mean()) / (reward.std() + 1e-8)

@@ -38,18 +38,21 @@ SHARES = (0.0, 0.25, 0.5)
 
 def embark(setting: Setting) -> Assignment:
     """Return the cheapest plan over ``SHARES`` of copied tables and of tables with ``unique``."""
-    search, count = _Search(setting), len(setting.tables)
+    count = len(setting.tables)
     small, cool = (np.argsort(a, kind="stable") for a in (setting.held_bytes, setting.pooling))
     plans: list[Assignment] = []
     for copied_share, unique_share in product(SHARES, SHARES):
         copied = set(small[: int(copied_share * count)].tolist())
         unique = set(cool[: int(unique_share * count)].tolist())
-        plan = search.run(copied, unique - copied)
+        plan = _Search(setting, copied, unique).run()
         if plan is not None:
             plans.append(plan)
     if not plans:  # no plan fits, so return a greedy plan of whole tables
         return size_greedy(setting)
     return min(plans, key=lambda plan: price_of(setting.problem, plan).rank)
+
+
+Cuts = dict[int, tuple[int, int]]  # (row parts, column parts) of each table that is not copied
 
 
 class _Placed(NamedTuple):
@@ -63,32 +66,33 @@ class _Placed(NamedTuple):
 
 
 class _Search:
-    def __init__(self, setting: Setting) -> None:
+    """Searches for plans with given tables that are copied, and that exchange distinct rows."""
+
+    def __init__(self, setting: Setting, copied: set[int], unique: set[int]) -> None:
         """Derive the weights from the prices of whole tables."""
-        self.setting = setting
+        self.setting, self.copied, self.unique = setting, copied, unique
         batch = setting.task.batch_size
         looked_up = float((batch * setting.dims * setting.pooling).sum())
         sent = float((batch * setting.dims).sum())
         self.ms_per_lookup = float(setting.rows[:, 0].sum()) / looked_up  # per element
         self.ms_per_output = setting.transfer_ms / sent
 
-    def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
+    def run(self) -> Assignment | None:
         """Return the best of at most 22 plans by the source's own cost, or None if none fits."""
-        cuts = {t: (1, 1) for t in range(len(self.setting.tables)) if t not in copied}
-        placed = [self._place(cuts, copied, unique)]
+        cuts = {t: (1, 1) for t in range(len(self.setting.tables)) if t not in self.copied}
+        placed = [self._place(cuts)]
         for _ in range(ITERATIONS):
-            halved = self._halved(placed[-1].table, cuts, copied, unique)
+            halved = self._halved(placed[-1].table, cuts)
             if halved is None:
                 break
             cuts = halved
-            placed.append(self._place(cuts, copied, unique))
-        everywhere = {t: (self.setting.num_ranks, 1) for t in cuts}
-        placed.append(self._place(everywhere, copied, unique))
+            placed.append(self._place(cuts))
+        placed.append(self._place(dict.fromkeys(cuts, (self.setting.num_ranks, 1))))
         return min(placed, key=lambda each: each.cost).plan
 
-    def _shape(self, table: int, cut: tuple[int, int], unique: set[int]) -> Shape:
+    def _shape(self, table: int, cut: tuple[int, int]) -> Shape:
         rows, columns = cut
-        if table in unique and columns == 1:
+        if table in self.unique and columns == 1:
             return Shape("S(0)", "unique", (rows, 1))
         if rows == columns == 1:
             return WHOLE
@@ -102,13 +106,11 @@ class _Search:
         looked_up = batch * self.setting.pooling[table] * dim / rows / columns
         return float(self.ms_per_lookup * looked_up + self.ms_per_output * batch * dim / columns)
 
-    def _place(
-        self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
-    ) -> _Placed:
-        problem, size = self.setting.problem, self.setting.num_ranks
-        loads, moves = np.zeros(size), dict[int, Move]()
+    def _place(self, cuts: Cuts) -> _Placed:
+        problem = self.setting.problem
+        loads, moves = np.zeros(self.setting.num_ranks), dict[int, Move]()
         held = problem.base[:, BYTES]
-        for table in copied:
+        for table in self.copied:
             number = option_number(problem.options[table], COPIED)
             if number is None:
                 return _Placed(np.inf, None, table)
@@ -116,7 +118,7 @@ class _Search:
             held = held + problem.options[table][number].home[BYTES]
         costs = {table: self._shard_cost(table, cut) for table, cut in cuts.items()}
         for table in sorted(cuts, key=lambda t: (-costs[t], t)):
-            number = option_number(problem.options[table], self._shape(table, cuts[table], unique))
+            number = option_number(problem.options[table], self._shape(table, cuts[table]))
             if number is None:
                 return _Placed(np.inf, None, table)
             option = problem.options[table][number]
@@ -138,13 +140,7 @@ class _Search:
         chosen = fits[np.argsort(loads[fits], kind="stable")[:count]]
         return tuple(sorted(int(rank) for rank in chosen))
 
-    def _halved(
-        self,
-        table: int,
-        cuts: dict[int, tuple[int, int]],
-        copied: set[int],
-        unique: set[int],
-    ) -> dict[int, tuple[int, int]] | None:
+    def _halved(self, table: int, cuts: Cuts) -> Cuts | None:
         """Halve the table by rows or by columns, whichever leads to the lower maximum cost of any
         rank. Returns the cuts, or None if the table cannot be halved.
         """
@@ -153,12 +149,11 @@ class _Search:
         rows, columns = cuts[table]
         ways = [(2 * rows, columns)]
         width = self.setting.tables[table].dim // columns
-        if width % 2 == 0 and width > LEAST_COLUMNS and table not in unique:
+        if width % 2 == 0 and width > LEAST_COLUMNS and table not in self.unique:
             ways.append((rows, 2 * columns))
-        tried: list[dict[int, tuple[int, int]]] = []
-        for way in ways:
-            shape = self._shape(table, way, unique)
-            if way[0] * way[1] > self.setting.num_ranks or not self.setting.option(table, shape):
-                continue
-            tried.append({**cuts, table: way})
-        return min(tried, key=lambda cut: self._place(cut, copied, unique).cost, default=None)
+        tried = [
+            {**cuts, table: way}
+            for way in ways
+            if self.setting.option(table, self._shape(table, way)) is not None
+        ]
+        return min(tried, key=lambda cut: self._place(cut).cost, default=None)

@@ -7,8 +7,6 @@ that this engine needs (float32 rows, optimizer state, buffers), not that of fp1
 has enough memory, the table goes to the device that lacks the fewest bytes.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from sbpflow.planner.published.setting import Setting
@@ -44,30 +42,31 @@ def random_placement(setting: Setting) -> Assignment:
 def random_devices(setting: Setting, random: np.random.Generator) -> list[int]:
     """Sample a device for every table among the devices with enough memory."""
     order = random.permutation(len(setting.tables))
-    scores = np.zeros(len(order))
-    return _place(setting, order, scores, lambda fits, loads, held: random.choice(fits))
+    return _place(setting, order, np.zeros(len(order)), random)
 
 
 def _balanced(setting: Setting, scores: Floats) -> Assignment:
-    def least(fits: Ints, loads: Floats, held: Floats) -> int:
-        return int(fits[np.lexsort((held[fits], loads[fits]))[0]])
-
     order = np.argsort(-scores, kind="stable")
-    return setting.whole(_place(setting, order, scores, least))
+    return setting.whole(_place(setting, order, scores))
 
 
 def _place(
-    setting: Setting, order: Ints, scores: Floats, pick: Callable[[Ints, Floats, Floats], int]
+    setting: Setting, order: Ints, scores: Floats, random: np.random.Generator | None = None
 ) -> list[int]:
-    """Choose a device for every table; ``pick`` chooses among the devices with enough memory,
-    given their loads and used bytes.
+    """Choose a device with enough memory for every table: the least loaded one or, with
+    ``random``, any.
     """
     loads, held = np.zeros(setting.num_ranks), np.zeros(setting.num_ranks)
     devices = [0] * len(order)
     for table in order:
         room = setting.room_bytes - held - setting.held_bytes[table]
         fits = np.flatnonzero(room >= 0)
-        device = int(pick(fits, loads, held)) if len(fits) else int(room.argmax())
+        if not len(fits):
+            device = int(room.argmax())
+        elif random is None:
+            device = int(fits[np.lexsort((held[fits], loads[fits]))[0]])
+        else:
+            device = int(random.choice(fits))
         loads[device] += scores[table]
         held[device] += setting.held_bytes[table]
         devices[int(table)] = device

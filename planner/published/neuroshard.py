@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from sbpflow.planner.published.greedy import random_devices, size_greedy
 from sbpflow.planner.published.nets import Scaling, descend, mlp
@@ -60,11 +61,6 @@ class ComputeNet(nn.Module):
         return self.head(summed).squeeze(-1)
 
 
-def exchange_net(num_ranks: int) -> nn.Sequential:
-    """Build a network that maps all devices' column sums to the ms of each device's exchange."""
-    return mlp(num_ranks, 128, 64, 32, 16, num_ranks)
-
-
 class NeuroShard(nn.Module):
     """The networks for one number of devices, and the means by which their values are divided. The
     networks are untrained, but scale features for the tables of ``settings``.
@@ -76,7 +72,9 @@ class NeuroShard(nn.Module):
 
     def __init__(self, num_ranks: int, settings: Sequence[Setting] = ()) -> None:
         super().__init__()
-        self.compute, self.exchange = ComputeNet(), exchange_net(num_ranks)
+        self.compute = ComputeNet()
+        # maps all devices' column sums to the ms of each device's exchange
+        self.exchange = mlp(num_ranks, 128, 64, 32, 16, num_ranks)
         self.scaling = Scaling(settings)
         for name in ("compute_ms", "exchange_ms", "columns"):
             self.register_buffer(name, torch.ones((), dtype=torch.float64))
@@ -98,13 +96,9 @@ class NeuroShard(nn.Module):
 
     def compute_of(self, parts: "_Parts", sets: Sequence[Sequence[int]]) -> Floats:
         """Return the compute time of each set of parts, in ms, [sets]."""
-        longest = max(1, *map(len, sets))
-        features = torch.zeros(len(sets), longest, len(WITHOUT_SIZE))
-        present = torch.zeros(len(sets), longest)
-        for row, mine in enumerate(sets):
-            if mine:
-                features[row, : len(mine)] = parts.features[list(mine)]
-                present[row, : len(mine)] = 1.0
+        each = [parts.features[list(mine)] for mine in sets]
+        features = pad_sequence(each, batch_first=True)
+        present = pad_sequence([torch.ones(len(mine)) for mine in sets], batch_first=True)
         with torch.no_grad():
             return (self.compute(features, present).double() * self.compute_ms).numpy()
 

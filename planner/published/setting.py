@@ -99,10 +99,7 @@ class Setting:
     @cached_property
     def room_bytes(self) -> Floats:
         """Return the bytes [ranks] that are left for whole tables after a plan's fixed memory."""
-        home = sum(
-            (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),
-            start=self.problem.base,
-        )
+        home = sum((option.home for option in self._whole), start=self.problem.base)
         return self.problem.limit_bytes - home[:, BYTES]
 
     @cached_property
@@ -129,8 +126,8 @@ class Setting:
     def whole(self, devices: Sequence[int] | Ints) -> Assignment:
         """Return the plan with each table whole on its device."""
         return tuple(
-            Move(number, (int(device),) if self.problem.options[t][number].num_shards else ())
-            for t, (number, device) in enumerate(zip(self.whole_option, devices, strict=True))
+            Move(number, (int(device),) if self.num_ranks > 1 else ())  # one rank has copies
+            for number, device in zip(self.whole_option, devices, strict=True)
         )
 
     def option(self, table: int, shape: Shape) -> Option | None:

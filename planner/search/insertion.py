@@ -17,6 +17,7 @@ from sbpflow.planner.search.problem import (
     NO_LIMIT,
     Floats,
     Ints,
+    Key,
     Move,
     Option,
     Problem,
@@ -87,20 +88,17 @@ class Inserter:
         other.penalty = penalty
         return other
 
-    def ranked(
-        self, state: State, table: int, avoid: frozenset[object] = frozenset()
-    ) -> list[Insertion]:
+    def ranked(self, state: State, table: int, avoid: Key | None = None) -> list[Insertion]:
         """Return the insertions of ``table`` into ``state``, up to two for each option, best first.
 
-        Options with a key in ``avoid`` are omitted unless no other option remains.
+        Options with the key ``avoid`` are omitted unless no other option remains.
         """
         options = self.problem.options[table]
         insertions: list[Insertion] = []
         for tried in self._tried[table]:
             insertions += self._priced(state, options, tried)
-        if avoid:
-            keys = (options[i.move.option].keys(i.move.ranks) for i in insertions)
-            free = [i for i, mine in zip(insertions, keys, strict=True) if avoid.isdisjoint(mine)]
+        if avoid is not None:
+            free = [i for i in insertions if avoid not in options[i.move.option].keys(i.move.ranks)]
             insertions = free or insertions
         insertions.sort(key=lambda insertion: insertion.goal)
         return insertions

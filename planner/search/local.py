@@ -14,7 +14,7 @@ import numpy as np
 
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.insertion import Inserter, goal
-from sbpflow.planner.search.problem import BYTES, Assignment, State
+from sbpflow.planner.search.problem import BYTES, Assignment, Key, State
 
 START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this fraction
 # A fraction ``GROUP_RUIN`` of the ruins moves a whole group to other ranks; every other ruin
@@ -111,17 +111,16 @@ class LocalSearch:
     def _ruin(self, state: State, inserter: Inserter, limit: float) -> float | None:
         """Ruin and recreate once. Returns the new goal, or None if the plan is unchanged."""
         before = list(state.moves)
-        avoid: frozenset[object] = frozenset()
+        avoid: Key | None = None
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
             first_join = self.problem.first_join
             keys = sorted((key for key in state.present if key[0] < first_join), key=repr)
-            key = keys[int(self.random.integers(len(keys)))]
+            avoid = keys[int(self.random.integers(len(keys)))]
             tables = [
                 table
                 for table, move in enumerate(before)
-                if move and key in self.problem.options[table][move.option].keys(move.ranks)
+                if move and avoid in self.problem.options[table][move.option].keys(move.ranks)
             ]
-            avoid = frozenset((key,))
         else:
             tables = self._chosen(state)
         for table in tables:

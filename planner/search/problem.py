@@ -10,9 +10,10 @@ ranks. This module is pure arithmetic and does not use the engine.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Option:
     (see ``Problem.first_join``).
     """
 
-    shape: Hashable
+    shape: Any
     shards: Floats  # [S, 5]
     home: Floats  # [5]
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]

@@ -112,20 +112,16 @@ def shared(loads: Floats, ranks_per_link: int) -> Floats:
 
 
 def transfer_ms(
-    byte_ms: float,
-    call_ms: float,
-    hop_byte_ms: tuple[float, float] | None = None,
-    reduced_byte_ms: float | None = None,
+    byte_ms: float, call_ms: float, hop_byte_ms: tuple[float, float], reduced_byte_ms: float
 ) -> Floats:
     """Return the milliseconds of transfers on a rank per unit of each count ([F]).
 
     ``byte_ms`` is the price of a byte sent evenly to all other ranks. ``hop_byte_ms`` contains the
     prices of a byte in the two hops of an exchange (within a host, between hosts), and
-    ``reduced_byte_ms`` is the price of a byte in an all-reduce; by default, all are ``byte_ms``.
+    ``reduced_byte_ms`` is the price of a byte in an all-reduce.
     """
-    near, far = hop_byte_ms or (byte_ms, byte_ms)
-    reduced = byte_ms if reduced_byte_ms is None else reduced_byte_ms
-    spread = byte_ms * _SPREAD + reduced * _REDUCED
+    near, far = hop_byte_ms
+    spread = byte_ms * _SPREAD + reduced_byte_ms * _REDUCED
     return spread + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
 
 

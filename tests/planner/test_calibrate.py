@@ -18,8 +18,14 @@ from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import design, measure
-from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
-from sbpflow.planner.calibration.command import default_ranks, describe, save_on_all_hosts
+from sbpflow.planner.calibration.calibrate import (
+    QUICK,
+    Journal,
+    calibrate,
+    default_ranks,
+    describe,
+    save_on_all_hosts,
+)
 from sbpflow.planner.calibration.design import (
     Law,
     draw_batches,
@@ -311,7 +317,7 @@ def machine(num_hosts=1):
     prices = 3.0 * vector_of({"read_elements": 4e-7}) + 3.0 * WORK_MS
     work = prices + vector_of({"always": 0.5})
     reduced = {1: 4e-6, 2: 3e-6}[num_hosts]
-    return np.stack([work, *by_phase(transfer_ms(4e-6, 0.1, reduced_byte_ms=reduced))])
+    return np.stack([work, *by_phase(transfer_ms(4e-6, 0.1, (4e-6, 4e-6), reduced))])
 
 
 def synthetic_records(noise, samples=24, num_hosts=1, ranks_per_link=1):

@@ -241,7 +241,7 @@ def test_no_table_touches_more_rows_than_it_has(tmp_path):
     few = json.loads(json.dumps(TABLES))
     few["tables"][2]["sample"] = list(range(800))
     path.write_text(json.dumps(few))
-    assert read_tables(path).stats["C3"].touched(1e6) == 800
+    assert read_tables(path).one_rank.stats["C3"].touched(1e6) == 800
 
 
 SAMPLE, BINS = "as sample", "as bins"  # each replaces the table's zipf key
@@ -422,7 +422,7 @@ def test_a_calibration_checks_its_options_before_it_measures(words, message, mon
 def test_machines_compare_the_options_of_a_calibration(monkeypatch):
     """With other options, ranks would draw other tasks, and wait for each other."""
     started = Mock(side_effect=ConfigError("rank 1 differs"))
-    monkeypatch.setattr("sbpflow.planner.calibration.command.World.start", started)
+    monkeypatch.setattr("sbpflow.planner.calibration.calibrate.World.start", started)
     monkeypatch.setenv("RANK", "0")
     given = {"seconds": "9.0", "rounds": "3", "optimizer": "sgd", "seed": "7"}
     with pytest.raises(ConfigError, match="rank 1 differs"):

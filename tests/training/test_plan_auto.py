@@ -14,6 +14,7 @@ from functools import cache
 from glob import escape
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import polars as pl
@@ -49,7 +50,8 @@ from tests import deadlines
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
-COMMAND = "sbpflow.planner.calibration.command"
+COMMAND = "sbpflow.planner.calibration.calibrate"
+CALIBRATION = "sbpflow.planner.for_run._calibration"
 SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
@@ -76,15 +78,15 @@ def planned(synth_set, words=(), prices=()):
         CONFIG, [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", *words], models=MODELS
     )
     manifest = load_manifest(synth_set)
-    planned_run = plan_tables(
-        config,
-        fields_of(manifest),
-        load_stats(manifest),
-        manifest.splits["train"],
-        world_size=2,
-        device_type="cpu",
-        profile=profile(*prices),
-    )
+    with patch(CALIBRATION, return_value=(default_path("cpu"), profile(*prices))):
+        planned_run = plan_tables(
+            config,
+            fields_of(manifest),
+            load_stats(manifest),
+            manifest.splits["train"],
+            world_size=2,
+            device_type="cpu",
+        )
     return config, fields_of(manifest), planned_run
 
 
@@ -243,7 +245,8 @@ def test_two_hops_are_planned_only_if_the_run_supports_them(synth_set, tmp_path)
     for more, sbp in (([], "(S(0), S(0))"), (["parallel.row_buffer_fraction=0.5"], "S(0)")):
         config = load_config(CONFIG, [*words, *more], models=MODELS)
         ranks = {"world_size": 4, "device_type": "cuda"}
-        run = plan_tables(config, fields, stats, rows, profile=prices, **ranks)
+        with patch(CALIBRATION, return_value=(Path("cpu"), prices)):
+            run = plan_tables(config, fields, stats, rows, **ranks)
         assert run.plan["deep.C3"].shape.sbp == sbp
         assert run.task.num_hosts == 2
         plan_run(config, fields, planned=run.rules, **ranks)
@@ -262,7 +265,8 @@ def test_a_run_has_the_links_of_its_own_hosts(synth_set, tmp_path, monkeypatch):
         words = [*SMALL, f"data.path={synth_set}", "parallel.plan=auto"]
         config = load_config(CONFIG, [*words, f"parallel.topology={file}"], models=MODELS)
         ranks = {"world_size": 2, "device_type": "cpu"}
-        run = plan_tables(config, fields, stats, rows, profile=prices, **ranks)
+        with patch(CALIBRATION, return_value=(Path("cpu"), prices)):
+            run = plan_tables(config, fields, stats, rows, **ranks)
         assert run.cost.profile.link.byte_ms(2) == pytest.approx(1e-6 / rate)
 
 
