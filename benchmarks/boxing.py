@@ -95,7 +95,7 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
     side = SIDES[size]
     line = Placement.line(world.device.type, world.size)
     layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
-    steps = _plan(world, layouts, side)
+    steps = _plan(layouts, side)
     full = torch.arange(side * side, device=world.device).remainder(251).float().view(side, side)
     part = _part(world, full, layouts[0])
     runner = Boxing(world)
@@ -126,9 +126,8 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
     return line_out
 
 
-def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, ...]:
-    backend = Boxing(world).backend_of(layouts[1])
-    return plan_boxing(*layouts, (side, side), torch.float32, id="bench", backend=backend)
+def _plan(layouts: list[Layout], side: int) -> tuple[BoxingStep, ...]:
+    return plan_boxing(*layouts, (side, side), torch.float32, id="bench")
 
 
 def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -283,7 +282,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
     """
     line = Placement.line(world.device.type, world.size)
     layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
-    steps = _plan(world, layouts, 16)
+    steps = _plan(layouts, 16)
     part = _part(world, torch.ones(16, 16, device=world.device), layouts[0])
     runner = Boxing(world)
     runner.run(steps, part)

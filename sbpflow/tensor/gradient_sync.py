@@ -80,7 +80,6 @@ class Total:
 def plan_gradients(
     leaves: Sequence[LaidOut],
     *,
-    backend: str,
     total: Total | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
@@ -94,7 +93,7 @@ def plan_gradients(
             GradientBucket(
                 tuple(members),
                 items[members[0]].layout.placement,
-                _bucket_steps([items[n] for n in members], f"{id}/bwd/{number}", backend),
+                _bucket_steps([items[n] for n in members], f"{id}/bwd/{number}"),
             )
             for number, members in enumerate(buckets)
         ),
@@ -130,10 +129,7 @@ class GradientSync:
             )
         self._boxing = boxing or parameters[0].boxing
         if plan is None:
-            backend = "gloo"
-            if parameters:
-                backend = self._boxing.backend_of(parameters[0].layout)
-            plan = plan_gradients(parameters, backend=backend, bucket_bytes=bucket_bytes, id=id)
+            plan = plan_gradients(parameters, bucket_bytes=bucket_bytes, id=id)
         elif plan.num_leaves != len(parameters):
             raise SbpError(
                 f"gradients: the plan is for {plan.num_leaves} leaves, but there are "
@@ -278,7 +274,7 @@ def _pattern(parameter: LaidOut) -> object:
     return layout.placement, kinds, parameter.dtype
 
 
-def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple[BoxingStep, ...]:
+def _bucket_steps(parameters: Sequence[LaidOut], id: str) -> tuple[BoxingStep, ...]:
     """Return the steps that convert the gradients of one parameter, or of several parameters
     concatenated.
     """
@@ -299,7 +295,7 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
                 sizes = tuple(map(numel, placement.axis_groups(axis)[0]))
                 length, nd_sbp[axis] = sum(sizes), Split(0, sizes)
         layout, shape = Layout(placement, tuple(nd_sbp)), (length,)
-    return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id, backend=backend)
+    return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id)
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:

@@ -127,9 +127,7 @@ class Trainer:
         leaves = list(model.parameters.values())
         # The loss has layout P, like the gradients, so it is reduced as part of a gradient bucket,
         # which saves a collective.
-        plan = gradients or plan_gradients(
-            leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
-        )
+        plan = gradients or plan_gradients(leaves, total=Total.over(self._line, dtype))
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
         self._loss_terms: Tensor | None = None  # This rank's part of the step's loss [1].
         self._loss: Tensor | None = None  # The step's loss [1], summed over all ranks.

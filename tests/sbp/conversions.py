@@ -137,13 +137,13 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
     with Meter() as forward:
         y = x.to(dst, grad_sbp)
     check_parts(world, y.part.detach(), dst, full, what)
-    backend, stop = boxing.backend_of(dst), src
+    stop = src
     if differentiable and dst.has_extremum and src != dst:
-        stop = last_linear_layout(src, dst, shape, dtype, backend)
+        stop = last_linear_layout(src, dst, shape, dtype)
     planned = [
         step
         for a, b in [(src, stop), (stop, dst)]
-        for step in plan_boxing(a, b, shape, dtype, id="to", backend=backend)
+        for step in plan_boxing(a, b, shape, dtype, id="to")
     ]
     check_traffic(world, forward, planned, what)
     if differentiable:

@@ -52,7 +52,7 @@ class RowTransfer:
         ranks, link = self._link(step)
         send = send.contiguous()
         try:
-            if world.passes_messages("gloo" if send.device.type == "cpu" else "nccl"):
+            if world.passes_messages(send.device.type):
                 sizes = (into, out)
                 work = pairs.all_to_all(received, send, sizes, ranks, world.rank, link)
             else:

@@ -190,12 +190,12 @@ class World:
             world._shared = share_memory(store, world.rank, world.size, here, timeout_s)
         return world
 
-    def passes_messages(self, backend: str) -> bool:
-        """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
-        Such messages are used on gloo if there are several hosts or the ranks of this host share
-        memory. Otherwise, an all-to-all is a collective of the backend.
+    def passes_messages(self, device_type: str) -> bool:
+        """Return whether an all-to-all on this device type consists of messages between pairs of
+        ranks. Such messages are used on CPU if there are several hosts or the ranks of this host
+        share memory. Otherwise, an all-to-all is a collective of the backend.
         """
-        return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
+        return device_type == "cpu" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
     def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
         """Return the ranks' group, with a shared-memory channel if this host shares memory."""
