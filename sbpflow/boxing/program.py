@@ -18,10 +18,10 @@ from sbpflow.boxing.copies import (
     Piece,
     Shape,
     Unpack,
-    adder,
     as_it_is,
     assembler,
     closed_up,
+    combined,
     combiner,
     cutter,
     keep,
@@ -31,10 +31,8 @@ from sbpflow.boxing.copies import (
     nothing,
     packer,
     pad_to,
-    padder,
     run_of,
     run_taker,
-    slicer,
     whole,
 )
 from sbpflow.boxing.moves import Box, BoxTransfer, numel, shift
@@ -190,10 +188,17 @@ def _local(step: BoxingStep, rank: int) -> Unpack:
     if move is None:
         return lambda part: part.new_full(shape, fill)
     src_box = step.src.part_slices(step.shape, rank) or ()
-    inside, at = shift(move.box, src_box), shift(move.box, dst_box)
-    if at == whole(shape):
-        return slicer(inside, lengths(src_box))
-    return padder(inside, at, lengths(src_box), shape, fill)
+    cut = cutter(shift(move.box, src_box), lengths(src_box))
+    put = cutter(shift(move.box, dst_box), shape)
+    if put is keep:  # the box covers the result
+        return keep if cut is keep else lambda part: cut(part).contiguous()
+
+    def pad(part: Tensor) -> Tensor:
+        out = part.new_full(shape, fill)
+        put(out).copy_(cut(part))
+        return out
+
+    return pad
 
 
 def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
@@ -321,11 +326,11 @@ def _adding_apart(
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]
     cut = cutter(own.box, base.part_shape or ())
-    return replace(
-        base,
-        receive_shape=(len(others), *shape),
-        add_own=adder(cut, places, base.reduction),
-    )
+
+    def add_own(part: Tensor, stack: Tensor) -> Tensor:
+        return combined([*stack.unbind(), cut(part)], places, base.reduction)
+
+    return replace(base, receive_shape=(len(others), *shape), add_own=add_own)
 
 
 def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
