@@ -145,7 +145,7 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
     """
     if not steps or not steps[0].groups:
         return {}
-    group = world.group(range(world.size), "bare")
+    group = world.link(range(world.size), "bare").group
     size = world.size
     flat = part.reshape(-1)
 
@@ -245,7 +245,7 @@ def _check(
     assert part is not None
     if str(layout.nd_sbp[0]) == "P":
         total = part.clone()
-        dist.all_reduce(total, group=world.group(range(world.size), "check"))
+        dist.all_reduce(total, group=world.link(range(world.size), "check").group)
         assert torch.allclose(total, full, rtol=1e-6), name
     else:
         assert torch.equal(part, _part(world, full, layout)), name
@@ -272,7 +272,9 @@ def _time_in_turn(
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             measured[number, repeat] = (time.perf_counter() - start) * 1e3
-    dist.all_reduce(measured, dist.ReduceOp.MAX, group=world.group(range(world.size), "control"))
+    dist.all_reduce(
+        measured, dist.ReduceOp.MAX, group=world.link(range(world.size), "control").group
+    )
     return dict(zip(variants, measured.tolist(), strict=True))
 
 

@@ -31,7 +31,7 @@ def on_device(world, parts, layout, dtype):
 
 
 def sum_over_ranks(world, tensor):
-    dist.all_reduce(tensor, group=world.group(range(world.size), "oracle"))
+    dist.all_reduce(tensor, group=world.link(range(world.size), "oracle").group)
     return tensor
 
 
@@ -88,7 +88,7 @@ def _check_extremum(world, part, layout, full, what):
         oracle.cut(best[mine], extent).copy_(signed)
         oracle.cut(best[len(replicas) + my_term], extent).copy_(signed)
         oracle.cut(best[len(replicas) + len(terms) + my_term], extent).copy_(-signed)
-    dist.all_reduce(best, dist.ReduceOp.MAX, group=world.group(range(world.size), "oracle"))
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=world.link(range(world.size), "oracle").group)
     for replica, value in zip(replicas, best, strict=False):
         right = torch.equal(value, sign * full.double())
         assert right, f"{what}: the extremum of replica {replica} is another"

@@ -100,7 +100,6 @@ class World:
         self.waits = WaitTime()
         self.draws = Draws()  # the source of the random numbers of ops
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._links: dict[tuple[tuple[int, ...], str], Link] = {}
         self._shared: SharedMemory | None = None
         self._owns_default_group = owns_default_group
@@ -198,27 +197,17 @@ class World:
         return device_type == "cpu" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
     def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
-        """Return the ranks' group, with a shared-memory channel if this host shares memory."""
-        key = (tuple(sorted(ranks)), channel)
-        link = self._links.get(key)
-        if link is None:
-            group = self.group(ranks, channel, step_id)
-            # All ranks create all groups in the same order, so the numbers agree.
-            number = list(self._groups).index(key)
-            shared = self._shared.channel(number) if self._shared is not None else None
-            link = self._links[key] = Link(group, shared)
-        return link
-
-    def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
-        """Return the process group of ``ranks`` (in any order) on ``channel``.
+        """Return the process group of ``ranks`` (in any order) on ``channel``, with a shared-memory
+        channel if this host shares memory.
 
         The group is created on first use, so all ranks must use groups for the first time in the
         same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this. On
-        ranks outside the group, returns c10d's non-member value. ``step_id`` is for error messages.
+        ranks outside the group, the group is c10d's non-member value. ``step_id`` is for error
+        messages.
         """
         key = (tuple(sorted(ranks)), channel)
-        group = self._groups.get(key)
-        if group is None:
+        link = self._links.get(key)
+        if link is None:
             if outside := [rank for rank in key[0] if not 0 <= rank < self.size]:
                 raise SbpError(
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
@@ -229,8 +218,10 @@ class World:
             )
             timeout_s = self._timeout.total_seconds()
             created = _connect(create, self.device, timeout_s, step_id, what)
-            group = self._groups[key] = cast("dist.ProcessGroup", created)
-        return group
+            # All ranks create all groups in the same order, so the numbers of channels agree.
+            shared = self._shared.channel(len(self._links)) if self._shared is not None else None
+            link = self._links[key] = Link(cast("dist.ProcessGroup", created), shared)
+        return link
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In checked mode, compare the next step of all ranks; otherwise do nothing. All ranks of
@@ -264,7 +255,7 @@ class World:
         """Gather the bytes of all ranks, which must have equal lengths."""
         gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        group = self.group(range(self.size), "check")
+        group = self.link(range(self.size), "check").group
         try:
             all_gather_single(gathered, sent, group=group)
         except RuntimeError as error:
@@ -278,7 +269,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
         if self.size > 1:
-            group = self.group(range(self.size), "control")
+            group = self.link(range(self.size), "control").group
             try:
                 dist.all_reduce(torch.zeros(1), group=group)
             except RuntimeError as error:
@@ -295,8 +286,8 @@ class World:
         self._closed = True
         if self._shared is not None:
             self._shared.close()
-        close_process_groups(None if self._owns_default_group else list(self._groups.values()))
-        self._groups.clear()
+        groups = [link.group for link in self._links.values()]
+        close_process_groups(None if self._owns_default_group else groups)
         self._links.clear()
 
     def __enter__(self) -> "World":
