@@ -213,7 +213,7 @@ class Boxing:
         if world.log.enabled:
             ranks = program.group or ()
             world.log.add(CommRecord(step.id, step.collective, channel, ranks, program.bytes_sent))
-        loan = self._staging.loan()
+        loan = Loan(self._staging)
         try:
             received, work, unpack = collectives.start(program, part, link, loan, donate=donate)
         except RuntimeError as error:

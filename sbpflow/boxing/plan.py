@@ -14,12 +14,10 @@ import torch
 
 from sbpflow.boxing.moves import elements_sent, one_step_legal
 from sbpflow.boxing.search import COLLECTIVE_COST_BYTES, cheapest_route, layouts_before
-from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step
+from sbpflow.boxing.step import BoxingStep, check_dtype, make_step
 from sbpflow.errors import SbpError
 from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
-
-__all__ = ["BoxingStep", "Collective", "Conversion", "format_steps", "plan_boxing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
