@@ -211,8 +211,9 @@ class Boxing:
         if link is None:
             return lambda: collectives.run_alone(program, part)
         if world.log.enabled:
-            ranks = program.group or ()
-            world.log.add(CommRecord(step.id, step.collective, channel, ranks, program.bytes_sent))
+            group, sent = program.group or (), program.bytes_sent
+            record = CommRecord(step.id, step.collective, channel, group, sent)
+            world.log.records.append(record)
         loan = Loan(self._staging)
         try:
             received, work, unpack = collectives.start(program, part, link, loan, donate=donate)

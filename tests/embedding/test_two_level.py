@@ -112,7 +112,7 @@ def test_optimizer_equals_the_reference(ranks, optimizer):
 
 
 def _with_log(world, hosts, case):
-    world.log.clear()
+    world.log.records.clear()
     world.log.enabled = True
     try:
         return on_hosts(world, hosts, train_case, case)

@@ -42,7 +42,7 @@ def groups_by_time(world, config):
     planned = [(use.ranks, use.channel) for use in groups_of(plan)]
     job = build_job(config, spec, plan, boxing)
     before = set(fresh._links)
-    fresh.log.clear()
+    fresh.log.records.clear()
     warm_up(plan, boxing)
     made = list(fresh._links)
     used = [(tuple(sorted(r.group)), r.channel) for r in fresh.log.records]

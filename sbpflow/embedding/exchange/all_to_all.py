@@ -104,7 +104,7 @@ class RowTransfer:
         log = self._world.log
         if log.enabled:
             sent = rows * send.shape[1:].numel() * send.itemsize
-            log.add(CommRecord(step.id, step.collective, self._channel, ranks, sent))
+            log.records.append(CommRecord(step.id, step.collective, self._channel, ranks, sent))
 
 
 def _arrived(
