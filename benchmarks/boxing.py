@@ -196,8 +196,7 @@ def _bare_shared(
     """Return the collective of the first step through shared memory, on flat buffers of the same
     size; an all-to-all of partial sums includes the addition, which makes it a reduce-scatter.
     """
-    ranks = range(world.size)
-    link = world.link(ranks, "bare messages")
+    link = world.link(range(world.size), "bare messages")
     if not steps or not steps[0].groups or link.shared is None:
         return {}
     flat = part.reshape(-1)
@@ -206,16 +205,16 @@ def _bare_shared(
 
     def all_gather() -> torch.Tensor:
         out = flat.new_empty(flat.numel() * world.size)
-        return _waited(pairs.all_gather(out, flat, ranks, world.rank, link), out)
+        return _waited(pairs.all_gather(out, flat, link), out)
 
     def all_to_all() -> torch.Tensor:
         out = torch.empty_like(flat)
-        _waited(pairs.all_to_all(out, flat, (even, even), ranks, world.rank, link), out)
+        _waited(pairs.all_to_all(out, flat, (even, even), link), out)
         return out.view(world.size, -1).sum(0) if adds else out
 
     def all_reduce() -> torch.Tensor:
         out = flat.clone()
-        return _waited(pairs.all_reduce(out, "sum", ranks, world.rank, link), out)
+        return _waited(pairs.all_reduce(out, "sum", link), out)
 
     bare = {"all_gather": all_gather, "all_to_all": all_to_all, "all_reduce": all_reduce}
     return {"bare_shared": bare[steps[0].collective]}

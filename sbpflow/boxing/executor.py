@@ -211,8 +211,7 @@ class Boxing:
         if link is None:
             return lambda: collectives.run_alone(program, part)
         if world.log.enabled:
-            group, sent = program.group or (), program.bytes_sent
-            record = CommRecord(step.id, step.collective, channel, group, sent)
+            record = CommRecord(step.id, step.collective, channel, link.ranks, program.bytes_sent)
             world.log.records.append(record)
         loan = Loan(self._staging)
         try:

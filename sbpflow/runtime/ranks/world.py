@@ -53,7 +53,8 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A process group with the memory that its ranks on this host share.
+    """A process group with the memory that its ranks on this host share. ``ranks`` are in ascending
+    order, and ``rank`` is that of this process.
 
     ``calls`` counts exchanges of messages. The ranks of a group make the same calls in the same
     order, so the count is a tag on which they agree.
@@ -63,6 +64,8 @@ class Link:
     deliver any later message between the two ranks.
     """
 
+    ranks: tuple[int, ...]
+    rank: int
     group: dist.ProcessGroup
     shared: SharedChannel | None = None
     calls: Iterator[int] = field(default_factory=count, compare=False)
@@ -220,7 +223,8 @@ class World:
             created = _connect(create, self.device, timeout_s, step_id, what)
             # All ranks create all groups in the same order, so the numbers of channels agree.
             shared = self._shared.channel(len(self._links)) if self._shared is not None else None
-            link = self._links[key] = Link(cast("dist.ProcessGroup", created), shared)
+            group = cast("dist.ProcessGroup", created)
+            link = self._links[key] = Link(key[0], self.rank, group, shared)
         return link
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
