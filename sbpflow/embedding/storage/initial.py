@@ -5,9 +5,7 @@ values.
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,12 +13,11 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
 from sbpflow.embedding.storage.selected_rows import SelectedRows
-from sbpflow.embedding.storage.store import WEIGHTS
+from sbpflow.embedding.storage.store import WEIGHTS, Array
 from sbpflow.runtime.compute.devices import upload
 from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
 
-Array = np.ndarray[Any, Any]
 # For more elements than this, initialization with torch takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
