@@ -95,7 +95,7 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
     side = SIDES[size]
     line = Placement.line(world.device.type, world.size)
     layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
-    steps = _plan(world, layouts, side)
+    steps = _plan(layouts, side)
     full = torch.arange(side * side, device=world.device).remainder(251).float().view(side, side)
     part = _part(world, full, layouts[0])
     runner = Boxing(world)
@@ -126,9 +126,8 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
     return line_out
 
 
-def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, ...]:
-    backend = Boxing(world).backend_of(layouts[1])
-    return plan_boxing(*layouts, (side, side), torch.float32, id="bench", backend=backend)
+def _plan(layouts: list[Layout], side: int) -> tuple[BoxingStep, ...]:
+    return plan_boxing(*layouts, (side, side), torch.float32, id="bench")
 
 
 def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -146,7 +145,7 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
     """
     if not steps or not steps[0].groups:
         return {}
-    group = world.group(range(world.size), "bare")
+    group = world.link(range(world.size), "bare").group
     size = world.size
     flat = part.reshape(-1)
 
@@ -197,8 +196,7 @@ def _bare_shared(
     """Return the collective of the first step through shared memory, on flat buffers of the same
     size; an all-to-all of partial sums includes the addition, which makes it a reduce-scatter.
     """
-    ranks = range(world.size)
-    link = world.link(ranks, "bare messages")
+    link = world.link(range(world.size), "bare messages")
     if not steps or not steps[0].groups or link.shared is None:
         return {}
     flat = part.reshape(-1)
@@ -207,16 +205,16 @@ def _bare_shared(
 
     def all_gather() -> torch.Tensor:
         out = flat.new_empty(flat.numel() * world.size)
-        return _waited(pairs.all_gather(out, flat, ranks, world.rank, link), out)
+        return _waited(pairs.all_gather(out, flat, link), out)
 
     def all_to_all() -> torch.Tensor:
         out = torch.empty_like(flat)
-        _waited(pairs.all_to_all(out, flat, (even, even), ranks, world.rank, link), out)
+        _waited(pairs.all_to_all(out, flat, (even, even), link), out)
         return out.view(world.size, -1).sum(0) if adds else out
 
     def all_reduce() -> torch.Tensor:
         out = flat.clone()
-        return _waited(pairs.all_reduce(out, "sum", ranks, world.rank, link), out)
+        return _waited(pairs.all_reduce(out, "sum", link), out)
 
     bare = {"all_gather": all_gather, "all_to_all": all_to_all, "all_reduce": all_reduce}
     return {"bare_shared": bare[steps[0].collective]}
@@ -246,7 +244,7 @@ def _check(
     assert part is not None
     if str(layout.nd_sbp[0]) == "P":
         total = part.clone()
-        dist.all_reduce(total, group=world.group(range(world.size), "check"))
+        dist.all_reduce(total, group=world.link(range(world.size), "check").group)
         assert torch.allclose(total, full, rtol=1e-6), name
     else:
         assert torch.equal(part, _part(world, full, layout)), name
@@ -273,7 +271,9 @@ def _time_in_turn(
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             measured[number, repeat] = (time.perf_counter() - start) * 1e3
-    dist.all_reduce(measured, dist.ReduceOp.MAX, group=world.group(range(world.size), "control"))
+    dist.all_reduce(
+        measured, dist.ReduceOp.MAX, group=world.link(range(world.size), "control").group
+    )
     return dict(zip(variants, measured.tolist(), strict=True))
 
 
@@ -283,7 +283,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
     """
     line = Placement.line(world.device.type, world.size)
     layouts = [Layout(line, parse_nd_sbp(text)) for text in (src, dst)]
-    steps = _plan(world, layouts, 16)
+    steps = _plan(layouts, 16)
     part = _part(world, torch.ones(16, 16, device=world.device), layouts[0])
     runner = Boxing(world)
     runner.run(steps, part)

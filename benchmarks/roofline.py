@@ -60,13 +60,12 @@ def make_rates(
     at = at[: addresses.unique().numel()]
     out = torch.empty(at.numel(), shape.dim)
     indexer = Indexer(shape.num_tables * shape.table_rows)
-    everyone, link = range(world.size), world.link(range(world.size), "roofline")
+    link = world.link(range(world.size), "roofline")
     sent, received = torch.ones(2 * MESSAGE_ELEMENTS), torch.empty(2 * MESSAGE_ELEMENTS)
     sizes = [MESSAGE_ELEMENTS] * 2
 
     def message() -> None:
-        ranks = tuple(everyone)
-        pairs.all_to_all(received, sent, (sizes, sizes), ranks, world.rank, link).wait()
+        pairs.all_to_all(received, sent, (sizes, sizes), link).wait()
 
     flops, rows = 2.0 * GEMM_SIDE**2, float(at.numel())
     return {

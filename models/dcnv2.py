@@ -50,7 +50,7 @@ class DcnV2Config(ModelOptions):
     bottom: Bottom = ()
 
     def __post_init__(self) -> None:
-        self.check_options()
+        ModelOptions.__post_init__(self)  # ``super()`` does not work in a class with slots
         if not self.hidden:
             raise ConfigError("model.hidden: [] has no layers; use, for example, [500, 500]")
         if self.bottom and self.numeric != "bottom":
@@ -82,14 +82,7 @@ class DcnV2Config(ModelOptions):
         deep = embedding_output("deep", fields.sparse, dim=dim, rules=self)
         width = deep.width + entering[self.numeric]
         stacked = {"parallel": False, "stacked": True}[self.structure]
-        mlp = MlpShape(
-            name="mlp",
-            inputs=width,
-            hidden=self.hidden,
-            outputs=1 if stacked else 0,
-            norm=self.norm,
-            dropout=self.dropout,
-        )
+        mlp = self.mlp("mlp", width, self.hidden, outputs=1 if stacked else 0)
         return DcnV2Spec(
             outputs=(deep,),
             options=self,

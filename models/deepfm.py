@@ -26,9 +26,6 @@ class DeepFmConfig(ModelOptions):
     embedding_dim: EmbeddingDim = 16
     hidden: Hidden = (400, 400, 400)
 
-    def __post_init__(self) -> None:
-        self.check_options()
-
     def spec(self, fields: Fields) -> "DeepFmSpec":
         """Return the model's shapes for these fields.
 
@@ -42,14 +39,7 @@ class DeepFmConfig(ModelOptions):
                 f"data has {len(fields.sparse)} sparse and {numbers} dense fields; use model.name: "
                 "wdl"
             )
-        mlp = MlpShape(
-            name="mlp",
-            inputs=count * dim,
-            hidden=self.hidden,
-            outputs=1,
-            norm=self.norm,
-            dropout=self.dropout,
-        )
+        mlp = self.mlp("mlp", count * dim, self.hidden, outputs=1)
         return DeepFmSpec(
             outputs=(
                 embedding_output(

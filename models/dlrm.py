@@ -31,9 +31,6 @@ class DlrmConfig(ModelOptions):
         256,
     )
 
-    def __post_init__(self) -> None:
-        self.check_options()
-
     def spec(self, fields: Fields) -> "DlrmSpec":
         """Return the model's shapes.
 
@@ -53,14 +50,8 @@ class DlrmConfig(ModelOptions):
             norm=self.norm,
         )
         count = len(fields.sparse) + 1
-        top = MlpShape(
-            name="top",
-            inputs=self.embedding_dim + count * (count - 1) // 2,
-            hidden=self.top,
-            outputs=1,
-            norm=self.norm,
-            dropout=self.dropout,
-        )
+        pairs = count * (count - 1) // 2
+        top = self.mlp("top", self.embedding_dim + pairs, self.top, outputs=1)
         output = embedding_output(
             "deep",
             fields.sparse,

@@ -97,13 +97,23 @@ class ModelOptions:
         ),
     ] = field(default_factory=dict[str, TableShape])
 
-    def check_options(self) -> None:
-        """Raise ConfigError for incompatible options; call this method in ``__post_init__``."""
+    def __post_init__(self) -> None:
         if self.compile and self.norm == "batch":
             raise ConfigError(
                 "model.compile: true does not support norm: batch, because batch norm communicates "
                 "within the compiled graph; use norm: layer, or compile: false"
             )
+
+    def mlp(self, name: str, inputs: int, hidden: tuple[int, ...], *, outputs: int) -> MlpShape:
+        """Return the shape of an MLP with the norm and the dropout of these options."""
+        return MlpShape(
+            name=name,
+            inputs=inputs,
+            hidden=hidden,
+            outputs=outputs,
+            norm=self.norm,
+            dropout=self.dropout,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

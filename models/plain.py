@@ -6,15 +6,18 @@ loaded.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpflow.models.layers import Functions, Layers
-from sbpflow.run.model.spec import ParameterSpec, initial_values
+from sbpflow.run.model.spec import initial_values
 from sbpflow.tensor.ops.interactions import pair_sum
+
+if TYPE_CHECKING:
+    from sbpflow.models.layered import LayeredSpec
 
 
 class PlainFunctions:
@@ -104,20 +107,6 @@ class PlainFunctions:
         return pair_sum(x.float() if x.dtype.itemsize < 4 else x)
 
 
-class Model(Protocol):
-    """The members of ``ModelSpec`` that ``PlainModel`` uses."""
-
-    @property
-    def parameters(self) -> Mapping[str, ParameterSpec]: ...
-    @property
-    def buffers(self) -> Mapping[str, ParameterSpec]: ...
-    @property
-    def half(self) -> torch.dtype | None: ...
-    def logits(
-        self, layers: Layers[Tensor], vectors: Mapping[str, Tensor], dense: Tensor
-    ) -> Tensor: ...
-
-
 class PlainModel(nn.Module):
     """Computes logits [b, 1] with ``forward(vectors, dense)``.
 
@@ -125,7 +114,9 @@ class PlainModel(nn.Module):
     fields [b, n]. The initial values are the same as in a run with the same ``seed``.
     """
 
-    def __init__(self, spec: Model, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, spec: "LayeredSpec", *, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self._spec = spec
         self._functions: Functions[Tensor] = PlainFunctions()

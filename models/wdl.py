@@ -103,7 +103,7 @@ class WdlConfig(ModelOptions):
     wide: WideConfig = field(default_factory=WideConfig)
 
     def __post_init__(self) -> None:
-        self.check_options()
+        ModelOptions.__post_init__(self)  # ``super()`` does not work in a class with slots
         if not self.deep and self.wide.is_empty:
             raise ConfigError(
                 "model.deep: false leaves nothing to train because model.wide is empty; add, for "
@@ -129,14 +129,7 @@ class WdlConfig(ModelOptions):
             deep = embedding_output("deep", fields.sparse, dim=self.embedding_dim, rules=self)
             outputs.append(deep)
             inputs += deep.width
-        mlp = MlpShape(
-            name="mlp",
-            inputs=inputs,
-            hidden=self.hidden,
-            outputs=1,
-            norm=self.norm,
-            dropout=self.dropout,
-        )
+        mlp = self.mlp("mlp", inputs, self.hidden, outputs=1)
         return WdlSpec(
             outputs=tuple(outputs),
             options=self,
@@ -175,14 +168,8 @@ def _prepared_crosses(wide: WideConfig, fields: Fields) -> list[IdField]:
     if wide.hash_size is not None:
         return []
     prepared = {cross.name: cross for cross in fields.crosses}
-    _check_crosses(wide.crosses, [column.name for column in fields.sparse], list(prepared))
-    return [prepared["x".join(cross)] for cross in wide.crosses]
-
-
-def _check_crosses(
-    crosses: Sequence[Sequence[str]], sparse: Sequence[str], prepared: Sequence[str]
-) -> None:
-    missing = [cross for cross in crosses if "x".join(cross) not in prepared]
+    sparse = [column.name for column in fields.sparse]
+    missing = [cross for cross in wide.crosses if "x".join(cross) not in prepared]
     for cross in missing:
         if unknown := [column for column in cross if column not in sparse]:
             raise ConfigError(
@@ -198,13 +185,14 @@ def _check_crosses(
                     f"model.wide.crosses: the data contains this cross as {'x'.join(other)}, not "
                     f"as {name}; write [{', '.join(other)}]"
                 )
-        needed = ",".join("x".join(cross) for cross in crosses)
+        needed = ",".join("x".join(cross) for cross in wide.crosses)
         raise ConfigError(
             f"model.wide.crosses: the data has no cross {name} (it has "
             f"{', '.join(prepared) or 'none'}); prepare the data again with --crosses {needed}, "
             "let the loader hash crosses with model.wide.hash_size=1000000, or remove the wide "
             "part with model.wide.crosses: []"
         )
+    return [prepared["x".join(cross)] for cross in wide.crosses]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class Meter(TorchDispatchMode):
 
     def _directly(self, exchange, args):
         result, sent = self._collected(exchange, args)
-        self._add(Call(args[0].collective, sent))
+        self._add(Call(args[0].step.collective, sent))
         return result
 
     def _end_of_reduction(self, wait, args):

@@ -245,7 +245,7 @@ def _perform(
         torch.manual_seed(0)
         world.checked = checked
         world.log.enabled = True
-        world.log.clear()
+        world.log.records.clear()
         value = fn(world, *args)
         world.barrier()
         return "ok", value

@@ -63,14 +63,8 @@ def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
     shape = tuple(part.shape)
     if isinstance(src, Split):
         shape = (shape[0] * world.size, *shape[1:])
-    steps = plan_boxing(
-        Layout(placement, (src,)),
-        Layout(placement, (Broadcast(),)),
-        shape,
-        part.dtype,
-        id=id,
-        backend=world.backend,
-    )
+    whole = Layout(placement, (Broadcast(),))
+    steps = plan_boxing(Layout(placement, (src,)), whole, shape, part.dtype, id=id)
     out = boxing.run(steps, part, CHANNEL)
     if out is None:
         raise RuntimeError(

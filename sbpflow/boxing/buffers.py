@@ -27,12 +27,6 @@ class Staging:
         """Return the total size of the free buffers in bytes."""
         return sum(buffer.numel() for buffer in self._free)
 
-    def loan(self) -> "Loan":
-        """Return a ``Loan``, which lends buffers to one step and takes them back when the step
-        ends.
-        """
-        return Loan(self)
-
     def pop(self, num_bytes: int) -> Tensor:
         """Return the smallest free buffer of at least ``num_bytes``, or a new buffer."""
         with self._lock:
@@ -53,7 +47,7 @@ class Staging:
 
 
 class Loan:
-    """Lends buffers until ``give_back``; after that, views of the buffers must not be used."""
+    """Lends buffers to one step until ``give_back``; after that, their views must not be used."""
 
     __slots__ = ("_lent", "_staging")
 

@@ -27,10 +27,8 @@ def start(
     function that unpacks the buffer.
     """
     direct, shared = program.direct, link.shared
-    if direct is not None and shared is not None and shared.connects(direct.group, direct.rank):
-        # Parts with reordered columns must be contiguous.
-        whole = part if program.to_layout is None else part.contiguous()
-        return _exchange_directly(direct, whole, shared)
+    if direct is not None and shared is not None and shared.connects(link.ranks):
+        return _exchange_directly(program, direct, part, shared)
     if program.to_layout is not None:
         part = program.to_layout(part)
     if program.stays is not None:
@@ -64,11 +62,13 @@ def _reordered(unpack: Unpack, reorder: LocalFn | None) -> Unpack:
 
 
 def _exchange_directly(
-    direct: Direct, part: Tensor, shared: SharedChannel
+    program: Program, direct: Direct, part: Tensor, shared: SharedChannel
 ) -> tuple[Tensor, Work, Unpack]:
     """Start an all-to-all or all-gather between ranks that share memory; during the transfer, copy
     the box that stays on this rank.
     """
+    if program.to_layout is not None:
+        part = part.contiguous()  # parts with reordered columns must be contiguous
     if direct.shape is None:
         out = part.new_empty(0)
         return out, pairs.exchange_regions(direct.sends, part, {}, out, shared), nothing
@@ -103,11 +103,9 @@ def _run_all_reduce(program: Program, part: Tensor, link: Link, donate: bool) ->
         whole = part.resolve_neg().contiguous()
     else:
         whole = part.clone(memory_format=torch.contiguous_format)
-    ranks, op = program.group or (), program.reduction
-    work = pairs.all_reduce(_flat(whole), op, ranks, program.in_pairs, link)
-    if work is None:
-        work = dist.all_reduce(whole, _REDUCE_OPS[op], link.group, async_op=True)
-    return whole, work
+    op = program.reduction
+    work = pairs.all_reduce(_flat(whole), op, link)
+    return whole, work or dist.all_reduce(whole, _REDUCE_OPS[op], link.group, async_op=True)
 
 
 def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:
@@ -121,10 +119,8 @@ def _run_all_gather(program: Program, part: Tensor, link: Link, loan: Loan) -> I
     # Flat buffers, because gloo gathers only along the first dim, and the shapes of empty parts,
     # such as [6, 0] and [7, 0], may differ.
     sent, into = _flat(_as_sent(program, packed)), _flat(_as_sent(program, gathered))
-    messages = pairs.all_gather(into, sent, program.group or (), program.in_pairs, link)
-    if messages is not None:
-        return gathered, messages
-    return gathered, all_gather_single(into, sent, group=link.group, async_op=True)
+    messages = pairs.all_gather(into, sent, link)
+    return gathered, messages or all_gather_single(into, sent, group=link.group, async_op=True)
 
 
 def _run_reduce_scatter(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
@@ -142,11 +138,9 @@ def _run_all_to_all(program: Program, part: Tensor, link: Link, loan: Loan) -> I
 
 def _all_to_all(program: Program, received: Tensor, packed: Tensor, link: Link) -> Work:
     received, packed = _as_sent(program, received), _as_sent(program, packed)
-    if program.in_pairs is not None:
-        rank, ranks = program.in_pairs, program.group or ()
-        even = [packed.numel() // len(ranks)] * len(ranks)
-        sizes = program.sizes or (even, even)
-        return pairs.all_to_all(_flat(received), _flat(packed), sizes, ranks, rank, link)
+    if program.in_pairs:
+        even = [packed.numel() // len(link.ranks)] * len(link.ranks)
+        return pairs.all_to_all(_flat(received), _flat(packed), program.sizes or (even, even), link)
     group = link.group
     if program.sizes is None:
         received, packed = _by_rank(received, group), _by_rank(packed, group)

@@ -114,30 +114,6 @@ def cutter(inside: Box, shape: Shape) -> LocalFn:
     return lambda part: part.narrow(dim, start, length)
 
 
-def slicer(inside: Box, shape: Shape) -> LocalFn:
-    """Return a function that takes a part of ``shape`` and returns its box ``inside``: the part
-    itself if the box covers it, else a contiguous tensor.
-    """
-    cut = cutter(inside, shape)
-    return keep if cut is keep else lambda part: cut(part).contiguous()
-
-
-def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
-    """Return a function that copies the box ``inside`` of a part into a larger part.
-
-    The returned function takes a part of ``src_shape``. The result has ``shape``, contains the copy
-    in the box ``at``, and is ``fill`` elsewhere.
-    """
-    take_out, put_in = cutter(inside, src_shape), cutter(at, shape)
-
-    def pad(part: Tensor) -> Tensor:
-        out = part.new_full(shape, fill)
-        put_in(out).copy_(take_out(part))
-        return out
-
-    return pad
-
-
 def packer(pieces: list[Piece], shape: Shape) -> Pack:
     """Return a function that packs the boxes of ``pieces``, cut from a part of ``shape``, into a
     buffer in list order.
@@ -217,13 +193,6 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
         return out.to(flat.dtype)
 
     return (total,), combine
-
-
-def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that combines terms as ``combiner`` does, but takes this rank's own term
-    from its part, not from the buffer.
-    """
-    return lambda part, stack: combined([*stack.unbind(), cut(part)], places, op)
 
 
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {

@@ -21,7 +21,6 @@ from sbpflow.boxing.plan import Conversion, ConversionKey, plan_boxing
 from sbpflow.boxing.program import Program, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.runtime.ranks.comm_log import CommRecord, WaitTime
 from sbpflow.runtime.ranks.world import Link, World, broken, refused
 from sbpflow.sbp.layout import Layout
@@ -91,10 +90,6 @@ class Boxing:
                 f"0..{self.world.size - 1}"
             )
 
-    def backend_of(self, layout: Layout) -> str:
-        """Return the backend that transfers tensors of a layout: "nccl" on CUDA, else "gloo"."""
-        return backend_of_device(layout.placement.device_type)
-
     def follow(self, conversions: Iterable[Conversion]) -> None:
         """From now on, use the planned steps of ``conversions`` instead of planning them again."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}
@@ -136,7 +131,7 @@ class Boxing:
         steps = self._planned.get(key)
         if steps is not None:
             return steps
-        return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend_of(dst))
+        return plan_boxing(src, dst, shape, dtype, id=id)
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
         """Compile ``steps`` and create their process groups now rather than on first use."""
@@ -194,7 +189,7 @@ class Boxing:
         for ranks in step.groups:
             link = world.link(ranks, channel, step.id)
             own_link = link if world.rank in ranks else own_link
-        in_pairs = world.passes_messages(self.backend_of(step.dst))
+        in_pairs = world.passes_messages(step.dst.placement.device_type)
         program = compile_step(step, world.rank, in_pairs=in_pairs, device=world.device)
         ready = self._ready[id(step), channel] = (program, own_link)
         return ready
@@ -216,9 +211,9 @@ class Boxing:
         if link is None:
             return lambda: collectives.run_alone(program, part)
         if world.log.enabled:
-            ranks = program.group or ()
-            world.log.add(CommRecord(step.id, step.collective, channel, ranks, program.bytes_sent))
-        loan = self._staging.loan()
+            record = CommRecord(step.id, step.collective, channel, link.ranks, program.bytes_sent)
+            world.log.records.append(record)
+        loan = Loan(self._staging)
         try:
             received, work, unpack = collectives.start(program, part, link, loan, donate=donate)
         except RuntimeError as error:

@@ -20,13 +20,12 @@ are pure arithmetic.
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from operator import itemgetter
 
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast, Partial
+from sbpflow.sbp.sbp import Broadcast, Partial, Sbp
 
 Box = tuple[slice, ...]
 
@@ -91,10 +90,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTransfer, ...]:
     """Return all transfers of ``src -> dst``, at most one per pair of ranks, ordered by (dst, src)
     cells."""
-    sources = _Sources(_cells(src, shape, _Role.SOURCE))
+    # All terms of a source are sent, so each needs a cell. In a destination, a term goes to only
+    # one of the coordinates along the P axes, so these coordinates share a cell.
+    sources = _Sources(_cells(src, shape, (Broadcast,)))
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
-    for target in _cells(dst, shape, _Role.TARGET):
+    for target in _cells(dst, shape, (Broadcast, Partial)):
         # All source cells in a bundle send to the same row of the target cell. If source and
         # destination reduce differently, a bundle contains all cells that overlap the target cell
         # in the same box; otherwise, it contains a single cell.
@@ -187,16 +188,8 @@ class _Sources:
         return [cell for cell, _ in sorted(self._cells[first:last], key=itemgetter(1))]
 
 
-class _Role(Enum):
-    SOURCE = 0
-    TARGET = 1
-
-
-def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
-    """Group the ranks by box; in a source layout, also by term."""
-    # All terms of a source are sent, so each needs a cell. In a destination, a term goes to only
-    # one of the coordinates along the P axes, so these coordinates share a cell.
-    together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
+def _cells(layout: Layout, shape: tuple[int, ...], together: tuple[type[Sbp], ...]) -> list[_Cell]:
+    """Group the ranks by box; coordinates along axes of the kinds ``together`` share a cell."""
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
         placed = list(zip(layout.placement.coord(rank) or (), layout.nd_sbp, strict=True))

@@ -107,26 +107,22 @@ def exchange_regions(
     return Messages(arriving)
 
 
-def _in_memory(total_bytes: int, ranks: Sequence[int], rank: int, link: Link) -> bool:
-    """Return whether ``ranks`` share memory, and this rank may send ``total_bytes`` through it."""
+def _in_memory(total_bytes: int, link: Link) -> bool:
+    """Return whether the ranks share memory, and this rank may send ``total_bytes`` through it."""
     shared = link.shared
-    return shared is not None and 0 < total_bytes <= MOST_GATHERED and shared.connects(ranks, rank)
+    return shared is not None and 0 < total_bytes <= MOST_GATHERED and shared.connects(link.ranks)
 
 
-def all_gather(
-    gathered: Tensor, sent: Tensor, ranks: Sequence[int], rank: int | None, link: Link
-) -> Messages | None:
+def all_gather(gathered: Tensor, sent: Tensor, link: Link) -> Messages | None:
     """Like c10d's ``all_gather_into_tensor``, with flat contiguous tensors.
 
-    ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
-    all ranks, if ``rank`` is None, the tensors are empty or too large, or the ranks do not share
+    Returns None, on all ranks, if the tensors are empty or too large, or the ranks do not share
     memory.
     """
-    copies = (len(ranks) - 1) * sent.numel() * sent.itemsize
-    if rank is None or not _in_memory(copies, ranks, rank, link):
+    if not _in_memory((len(link.ranks) - 1) * sent.numel() * sent.itemsize, link):
         return None
-    receives = dict(zip(ranks, gathered.split(sent.numel()), strict=True))
-    own_target = receives.pop(rank)
+    receives = dict(zip(link.ranks, gathered.split(sent.numel()), strict=True))
+    own_target = receives.pop(link.rank)
     messages = pass_messages(dict.fromkeys(receives, sent), receives, link)
     own_target.copy_(sent)  # this copy overlaps the transfer
     return messages
@@ -140,7 +136,6 @@ class AllReduce:
     terms: dict[int, Tensor]  # the other ranks' terms of this rank's piece, keyed by global rank
     messages: Messages
     op: Reduction
-    rank: int
     link: Link
 
     def wait(self) -> None:
@@ -150,10 +145,10 @@ class AllReduce:
         calls on the link.
         """
         self.messages.wait()
-        own = self.pieces[self.rank]
+        own = self.pieces[self.link.rank]
         terms = [self.terms.get(rank, own) for rank in self.pieces]  # in the order of the ranks
         own.copy_(combined(terms, range(len(terms)), self.op))
-        others = {rank: piece for rank, piece in self.pieces.items() if rank != self.rank}
+        others = {rank: piece for rank, piece in self.pieces.items() if rank != self.link.rank}
         pass_messages(dict.fromkeys(others, own), others, self.link).wait()
 
 
@@ -162,44 +157,36 @@ def gloo_drops_nan(op: Reduction, dtype: torch.dtype) -> bool:
     return op != "sum" and dtype.is_floating_point
 
 
-def all_reduce(
-    values: Tensor, op: Reduction, ranks: Sequence[int], rank: int | None, link: Link
-) -> AllReduce | None:
+def all_reduce(values: Tensor, op: Reduction, link: Link) -> AllReduce | None:
     """Like c10d's ``all_reduce``, with a flat contiguous tensor, whose values are replaced. Terms
     are combined in the order of the ranks.
 
-    ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
-    all ranks, if ``rank`` is None or the tensor is empty. Unless ``gloo_drops_nan``, also returns
-    None if the tensor is larger than ``MOST_GATHERED``, or the ranks do not share memory.
+    Returns None, on all ranks, if the tensor is empty, larger than ``MOST_GATHERED``, or the ranks
+    do not share memory. If ``gloo_drops_nan``, all tensors on CPU that are not empty are reduced.
     """
-    size = values.numel() * values.itemsize
-    if rank is None or not size:
+    needed = values.is_cpu and values.numel() and gloo_drops_nan(op, values.dtype)
+    if not (needed or _in_memory(values.numel() * values.itemsize, link)):
         return None
-    if not (gloo_drops_nan(op, values.dtype) or _in_memory(size, ranks, rank, link)):
-        return None
-    pieces = dict(zip(ranks, values.tensor_split(len(ranks)), strict=True))
-    others = {other: piece for other, piece in pieces.items() if other != rank}
-    terms = {other: torch.empty_like(pieces[rank]) for other in others}
-    return AllReduce(pieces, terms, pass_messages(others, terms, link), op, rank, link)
+    pieces = dict(zip(link.ranks, values.tensor_split(len(link.ranks)), strict=True))
+    others = {rank: piece for rank, piece in pieces.items() if rank != link.rank}
+    terms = {rank: torch.empty_like(pieces[link.rank]) for rank in others}
+    return AllReduce(pieces, terms, pass_messages(others, terms, link), op, link)
 
 
 def all_to_all(
     received: Tensor,
     sent: Tensor,
     sizes: tuple[Sequence[int], Sequence[int]],
-    ranks: Sequence[int],
-    rank: int,
     link: Link,
 ) -> Messages:
     """Like c10d's ``all_to_all_single``, along the first dim.
 
-    ``sizes`` contains two lists: the sizes to receive from the link's ``ranks``, and the sizes to
-    send to them. ``ranks`` are in ascending order. ``rank`` is this rank. ``received`` and ``sent``
-    must be contiguous.
+    ``sizes`` contains two lists: the sizes to receive from the link's ranks, and the sizes to
+    send to them. ``received`` and ``sent`` must be contiguous.
     """
-    receives = dict(zip(ranks, received.split(list(sizes[0])), strict=True))
-    sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))
-    own_target, own_source = receives.pop(rank), sends.pop(rank)
+    receives = dict(zip(link.ranks, received.split(list(sizes[0])), strict=True))
+    sends = dict(zip(link.ranks, sent.split(list(sizes[1])), strict=True))
+    own_target, own_source = receives.pop(link.rank), sends.pop(link.rank)
     messages = pass_messages(sends, receives, link)
     own_target.copy_(own_source)  # this copy overlaps the transfer
     return messages

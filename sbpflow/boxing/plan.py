@@ -14,11 +14,10 @@ import torch
 
 from sbpflow.boxing.moves import elements_sent, one_step_legal
 from sbpflow.boxing.search import COLLECTIVE_COST_BYTES, cheapest_route, layouts_before
-from sbpflow.boxing.step import BoxingStep, Collective, check_dtype, make_step
+from sbpflow.boxing.step import BoxingStep, check_dtype, make_step
 from sbpflow.errors import SbpError
+from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.sbp.layout import Layout
-
-__all__ = ["BoxingStep", "Collective", "Conversion", "format_steps", "plan_boxing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +47,17 @@ def plan_boxing(
     dtype: torch.dtype,
     *,
     id: str,
-    backend: str,
+    backend: str | None = None,
 ) -> tuple[BoxingStep, ...]:
     """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
     Equal layouts need no steps. If there are several steps, their ids are "<id>.0", "<id>.1", and
-    so on. ``backend`` is "gloo" or "nccl". Raise SbpError for any other backend, if a split does
-    not fit ``shape``, if P is used with a dtype that does not support addition, or if elements of
-    more than 8 bytes must be sent.
+    so on. ``backend`` is "gloo" or "nccl"; by default, it is that of the device type of ``dst``.
+    Raise SbpError for any other backend, if a split does not fit ``shape``, if P is used with a
+    dtype that does not support addition, or if elements of more than 8 bytes must be sent.
     """
+    if backend is None:
+        backend = backend_of_device(dst.placement.device_type)
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")
     return _plan(src, dst, tuple(shape), dtype, id, backend)
@@ -91,7 +92,7 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def last_linear_layout(
-    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Layout:
     """Return a layout without P(max) or P(min) from which ``dst`` can be made without
     communication.
@@ -105,7 +106,7 @@ def last_linear_layout(
         return src
 
     def price(layout: Layout) -> int:
-        steps = plan_boxing(src, layout, shape, dtype, id="", backend=backend)
+        steps = plan_boxing(src, layout, shape, dtype, id="")
         return sum(step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups) for step in steps)
 
     # There is always a candidate: the layout with only B. All ranks choose the same one, because

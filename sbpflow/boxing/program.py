@@ -18,10 +18,10 @@ from sbpflow.boxing.copies import (
     Piece,
     Shape,
     Unpack,
-    adder,
     as_it_is,
     assembler,
     closed_up,
+    combined,
     combiner,
     cutter,
     keep,
@@ -31,14 +31,11 @@ from sbpflow.boxing.copies import (
     nothing,
     packer,
     pad_to,
-    padder,
     run_of,
     run_taker,
-    slicer,
     whole,
 )
 from sbpflow.boxing.moves import Box, BoxTransfer, numel, shift
-from sbpflow.boxing.pairs import gloo_drops_nan
 from sbpflow.boxing.regions import Direct, direct_exchange
 from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
@@ -54,8 +51,8 @@ class Program:
     """``pack`` builds the send buffer from the part; ``unpack`` builds the result from received
     data.
 
-    * ``group`` is None if nothing is exchanged; ``unpack`` then receives the part itself instead of
-      a buffer of ``receive_shape``.
+    * If nothing is exchanged, ``unpack`` receives the part itself instead of a buffer of
+      ``receive_shape``.
     * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
       tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
@@ -67,13 +64,10 @@ class Program:
     * ``direct`` describes the transfer without buffers, for ranks that share memory.
     * ``to_layout`` and ``from_layout`` reorder the columns of the part and of the result, if the
       step has ``src_columns`` or ``dst_columns``; ``direct`` reorders them itself.
-    * ``in_pairs`` is this rank if all-to-alls and, in shared memory, all-gathers and all-reduces
-      are sent as messages between pairs of ranks, or if this is an all-reduce on CPU for which
-      ``gloo_drops_nan``, else None.
+    * ``in_pairs`` means that all-to-alls are sent as messages between pairs of ranks.
     """
 
     step: BoxingStep
-    group: tuple[int, ...] | None
     bytes_sent: int
     part_shape: Shape | None
     reduction: Reduction
@@ -86,7 +80,7 @@ class Program:
     sizes: tuple[list[int], list[int]] | None = None
     stays: "Stays | None" = None
     add_own: Callable[[Tensor, Tensor], Tensor] | None = None
-    in_pairs: int | None = None
+    in_pairs: bool = False
     direct: Direct | None = None
     to_layout: LocalFn | None = None
     from_layout: LocalFn | None = None
@@ -122,22 +116,19 @@ def compile_step(
 ) -> Program:
     """Return the program of ``rank`` in ``step``.
 
-    With ``in_pairs``, all-to-alls and, in shared memory, all-gathers and all-reduces are sent as
-    messages between pairs of ranks. ``device`` is that of the parts; the default is the CPU.
+    With ``in_pairs``, all-to-alls are sent as messages between pairs of ranks. ``device`` is that
+    of the parts; the default is the CPU.
     """
-    group, reduction = step.group_of(rank), reduction_of(step)
-    if step.collective == "all_reduce" and step.dst.placement.device_type == "cpu":
-        in_pairs = in_pairs or gloo_drops_nan(reduction, step.dtype)
+    group = step.group_of(rank)
     base = Program(
         step=step,
-        group=group,
         bytes_sent=step.bytes_sent(rank),
         part_shape=step.src.part_shape(step.shape, rank),
-        reduction=reduction,
+        reduction=reduction_of(step),
         unpack=keep,
         changes_device=step.src.placement.device_type != step.dst.placement.device_type,
         comm_dtype=_comm_dtype(step.dtype),
-        in_pairs=rank if in_pairs else None,
+        in_pairs=in_pairs,
         direct=direct_exchange(step, rank, group, APART_BYTES) if in_pairs and group else None,
         to_layout=None if step.src_columns is None else gatherer(step.src_columns, device),
         from_layout=None if step.dst_columns is None else scatterer(step.dst_columns, device),
@@ -190,10 +181,17 @@ def _local(step: BoxingStep, rank: int) -> Unpack:
     if move is None:
         return lambda part: part.new_full(shape, fill)
     src_box = step.src.part_slices(step.shape, rank) or ()
-    inside, at = shift(move.box, src_box), shift(move.box, dst_box)
-    if at == whole(shape):
-        return slicer(inside, lengths(src_box))
-    return padder(inside, at, lengths(src_box), shape, fill)
+    cut = cutter(shift(move.box, src_box), lengths(src_box))
+    put = cutter(shift(move.box, dst_box), shape)
+    if put is keep:  # the box covers the result
+        return keep if cut is keep else lambda part: cut(part).contiguous()
+
+    def pad(part: Tensor) -> Tensor:
+        out = part.new_full(shape, fill)
+        put(out).copy_(cut(part))
+        return out
+
+    return pad
 
 
 def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
@@ -321,11 +319,11 @@ def _adding_apart(
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]
     cut = cutter(own.box, base.part_shape or ())
-    return replace(
-        base,
-        receive_shape=(len(others), *shape),
-        add_own=adder(cut, places, base.reduction),
-    )
+
+    def add_own(part: Tensor, stack: Tensor) -> Tensor:
+        return combined([*stack.unbind(), cut(part)], places, base.reduction)
+
+    return replace(base, receive_shape=(len(others), *shape), add_own=add_own)
 
 
 def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sbpflow.boxing.copies import Shape, cutter, lengths
 from sbpflow.boxing.moves import Box, shift
-from sbpflow.boxing.step import BoxingStep, Collective
+from sbpflow.boxing.step import BoxingStep
 from sbpflow.runtime.ranks.shared_memory import MOST_BYTES, MOST_GATHERED
 from sbpflow.sbp.sbp import Partial
 
@@ -53,16 +53,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The boxes that ``rank`` sends to and receives from the other ranks of ``group`` in a step of
-    ``collective``.
+    """The boxes that a rank sends to and receives from other ranks in a step.
 
-    ``own`` copies the box that stays on this rank from the part to the result. ``shape`` is the
+    ``own`` copies the box that stays on the rank from the part to the result. ``shape`` is the
     shape of the result, or None outside the destination.
     """
 
-    collective: Collective
-    group: tuple[int, ...]
-    rank: int
     shape: Shape | None
     sends: dict[int, Region]
     receives: dict[int, Region]
@@ -97,7 +93,7 @@ def direct_exchange(
     stays, place = leaving.pop(rank, None), coming.pop(rank, None)
     own = None if stays is None or place is None else _copy(stays, place, step.src_columns)
     shape = None if dst_box is None else lengths(dst_box)
-    return Direct(step.collective, group, rank, shape, leaving, coming, own)
+    return Direct(shape, leaving, coming, own)
 
 
 def _regions(

@@ -75,15 +75,18 @@ def _values(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Sbp, ...]
 def _next_layouts(
     layout: Layout, dst: Layout, values: tuple[Sbp, ...], shape: tuple[int, ...]
 ) -> Iterator[Layout]:
-    ends = [dst]
+    ends = [dst.nd_sbp]
     if layout.placement != dst.placement:
-        ends = [Layout(dst.placement, nd) for nd in _arrivals(dst, values)]
+        # A tensor may arrive on another placement with S instead of B on some axes.
+        splits = [value for value in values if isinstance(value, Split)]
+        options = [[sbp, *splits] if isinstance(sbp, Broadcast) else [sbp] for sbp in dst.nd_sbp]
+        ends = list(product(*options))
     changed = [
         (*layout.nd_sbp[:axis], value, *layout.nd_sbp[axis + 1 :])
         for axis, value in product(range(layout.placement.ndim), values)
         if value != layout.nd_sbp[axis] and not isinstance(value, Partial)
     ]
-    for after in [*ends, *_legal(layout.placement, changed)]:
+    for after in [*_legal(dst.placement, ends), *_legal(layout.placement, changed)]:
         if after != layout and _fits(after, shape) and one_step_legal(layout, after):
             yield after
 
@@ -100,22 +103,6 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
         # Layouts that would leave ranks empty are skipped.
         if layout.accepts(shape) and not any(elements_sent(layout, dst, shape).values()):
             yield layout
-
-
-def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Yield ``dst`` and variants of it with S instead of B, the layouts in which a tensor may
-    arrive on another placement.
-    """
-    options = [
-        [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]
-        for sbp in dst.nd_sbp
-    ]
-    for nd_sbp in product(*options):
-        if all(
-            not isinstance(sbp, Split) or sbp.sizes is None or len(sbp.sizes) == parts
-            for sbp, parts in zip(nd_sbp, dst.placement.shape, strict=True)
-        ):
-            yield nd_sbp
 
 
 def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:

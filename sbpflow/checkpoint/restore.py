@@ -19,7 +19,8 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import rectangle_place
 from sbpflow.embedding.plan.growth import TOTALS
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
-from sbpflow.embedding.storage.live_rows import Array, Saved, TrainedRows
+from sbpflow.embedding.storage.live_rows import Saved, TrainedRows
+from sbpflow.embedding.storage.store import Array
 from sbpflow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # these modules need numba

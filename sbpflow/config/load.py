@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import difflib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -56,7 +56,7 @@ def config_of(
     Values may also be paths, tuples, and configuration dataclasses.
     """
     own: dict[str, Any] = plain(tree)
-    _apply_all(own, overrides, _import_optimizers)
+    _apply_all(own, overrides)
     return build(Config, own, {"model": _with_own(models, own.get("model"))})
 
 
@@ -75,7 +75,7 @@ def config_from_tree(
     it. Other classes raise ConfigError.
     """
     saved: dict[str, Any] = copy.deepcopy(dict(tree))
-    _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
+    _apply_all(saved, overrides, own_optimizers)
     if unused := set(own_optimizers) - {own for _, own in _own_optimizers(saved)}:
         names = ", ".join(sorted(unused))
         raise ConfigError(f"--optimizer: no table uses {names}; remove these names")
@@ -136,7 +136,7 @@ def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"optimizer.{key}.name", name
 
 
-def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None = None) -> None:
+def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None) -> None:
     """Import the custom table optimizers; raise ConfigError for names not in ``allowed``."""
     for key, name in _own_optimizers(tree):
         if allowed is not None and name not in allowed:
@@ -229,21 +229,19 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
 
 
 def _apply_all(
-    tree: dict[str, Any],
-    overrides: Sequence[str],
-    import_optimizers: Callable[[dict[str, Any]], None],
+    tree: dict[str, Any], overrides: Sequence[str], allowed: Collection[str] | None = None
 ) -> None:
     """Write all ``key=value`` overrides into the raw tree.
 
-    ``import_optimizers`` runs before each override, because an override may set a key that an
+    Optimizers are imported before each override, because an override may set a key that an
     imported optimizer class defines. ``parallel.plan`` and ``parallel.scheme`` both lay out all
     tables. On the command line, either one therefore replaces the other in the file, and rank 0
     logs a warning.
     """
     for override in overrides:
-        import_optimizers(tree)
+        _import_optimizers(tree, allowed)
         _apply(tree, override)
-    import_optimizers(tree)
+    _import_optimizers(tree, allowed)
     given = {override.partition("=")[0].strip() for override in overrides}
     if "parallel" in given:
         return

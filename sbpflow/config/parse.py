@@ -50,9 +50,12 @@ class Aliases:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Marks a group whose key ``name`` selects one of the dataclasses ``kinds(name)``."""
+    """Marks a group whose key ``name`` selects one of the dataclasses ``kinds(name)``. Without an
+    example value, the default of ``name`` is ``default``.
+    """
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
+    default: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,6 @@ class MaxEntries:
     """The maximum number of entries in a list."""
 
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Untagged:
-    """The default of the key ``name``, which selects the class of a mapping's entries."""
-
-    name: str
 
 
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
@@ -165,14 +161,10 @@ def parse(value: object, kind: Any, key: str, example: object) -> Any:
 
 
 def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
-    untagged = next((mark.name for mark in args[1:] if isinstance(mark, Untagged)), None)
-    if untagged is not None and isinstance(value, Mapping):
-        items = typing.cast("Mapping[object, object]", value).items()
-        value = {name: _tagged(item, untagged) for name, item in items}
     for mark in args[1:]:
         if isinstance(mark, Tagged):
             given: object = value.get("name") if isinstance(value, Mapping) else None
-            default = None if example is None else _tag(type(example))
+            default = mark.default if example is None else _tag(type(example))
             return _parse_tagged(value, mark.kinds(given), key, default)
     for mark in args[1:]:
         if isinstance(mark, Aliases) and isinstance(value, str):
@@ -191,13 +183,6 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
         if isinstance(mark, PathOr) and parsed not in mark.words:
             parsed = str(_parse_path(parsed, key, example, any_path if mark.urls else local_path))
     return parsed
-
-
-def _tagged(item: object, name: str) -> object:
-    """Return ``item``; if it is a group without ``name``, add ``name``."""
-    if isinstance(item, Mapping) and "name" not in item:
-        return {"name": name, **typing.cast("Mapping[str, object]", item)}
-    return item
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:

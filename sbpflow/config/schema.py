@@ -14,7 +14,7 @@ from sbpflow.config.checkpoint_options import CheckpointConfig, ExportConfig
 from sbpflow.config.data_cache import DataCache
 from sbpflow.config.metrics import Metric
 from sbpflow.config.model_tables import InitialRange
-from sbpflow.config.parse import Tagged, Untagged
+from sbpflow.config.parse import Tagged
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.config.train_options import (
     ClipConfig,
@@ -242,9 +242,8 @@ class OptimizerConfig:
         ),
     ] = field(default_factory=RowwiseAdagrad)
     tables: Annotated[
-        Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers)]],
+        Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers, default="same")]],
         Example({"*.C1": Ftrl()}),
-        Untagged("same"),
         Key(
             "results",
             "Optimizers, by pattern of table names, used instead of optimizer.sparse; the last "

@@ -72,8 +72,7 @@ def choose(
 ) -> Choice:
     """Return the signature that ``apply`` would choose."""
     facts = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
-    backend = operands[0].boxing.backend_of(operands[0].layout)
-    return deduce(op_rule, facts, backend, out, dtype)
+    return deduce(op_rule, facts, out, dtype)
 
 
 def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

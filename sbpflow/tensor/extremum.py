@@ -94,9 +94,7 @@ class _OutOf(torch.autograd.Function):
         owner = way.forward[0].id.rsplit("/", 1)[0] if way.forward else "extremum"
 
         def redistribute(x: Tensor, start: Layout, end: Layout, name: str) -> Tensor:
-            backend = boxing.backend_of(end)
-            id = f"{owner}/bwd/{name}"
-            steps = plan_boxing(start, end, way.shape, x.dtype, id=id, backend=backend)
+            steps = plan_boxing(start, end, way.shape, x.dtype, id=f"{owner}/bwd/{name}")
             return run_part(boxing, steps, x, way.channel)
 
         def adjoint(gradient: Tensor) -> Tensor:

@@ -153,8 +153,7 @@ class GlobalTensor:
         check_user(dst, self.shape)
         promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)
         if dst.has_extremum and self.part.requires_grad and torch.is_grad_enabled():
-            backend = self.boxing.backend_of(dst)
-            last = last_linear_layout(self.layout, dst, self.shape, self.dtype, backend)
+            last = last_linear_layout(self.layout, dst, self.shape, self.dtype)
             if last != self.layout:
                 linear = self._convert(last, None, f"{id}/linear", channel)
                 return linear._convert(dst, None, id, channel)

@@ -80,7 +80,6 @@ class Total:
 def plan_gradients(
     leaves: Sequence[LaidOut],
     *,
-    backend: str,
     total: Total | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
@@ -94,7 +93,7 @@ def plan_gradients(
             GradientBucket(
                 tuple(members),
                 items[members[0]].layout.placement,
-                _bucket_steps([items[n] for n in members], f"{id}/bwd/{number}", backend),
+                _bucket_steps([items[n] for n in members], f"{id}/bwd/{number}"),
             )
             for number, members in enumerate(buckets)
         ),
@@ -130,37 +129,47 @@ class GradientSync:
             )
         self._boxing = boxing or parameters[0].boxing
         if plan is None:
-            backend = "gloo"
-            if parameters:
-                backend = self._boxing.backend_of(parameters[0].layout)
-            plan = plan_gradients(parameters, backend=backend, bucket_bytes=bucket_bytes, id=id)
+            plan = plan_gradients(parameters, bucket_bytes=bucket_bytes, id=id)
         elif plan.num_leaves != len(parameters):
             raise SbpError(
                 f"gradients: the plan is for {plan.num_leaves} leaves, but there are "
                 f"{len(parameters)} parameters; call plan_gradients with these parameters"
             )
         self.plan = plan
+        self._started: list[Pending] | None = None  # a conversion for each bucket
 
     def run(self) -> None:
         """Convert every gradient to the layout of its parameter."""
-        self.start().wait()
+        self.start()
+        self.wait()
 
-    def start(self, term: Tensor | None = None) -> "PendingSync":
-        """Start converting all buckets. Do not use the gradients before ``PendingSync.wait``
-        returns.
+    def start(self, term: Tensor | None = None) -> None:
+        """Start converting all buckets. Do not use the gradients before ``wait`` returns.
 
         If the plan contains a ``Total``, pass this rank's term [1] as ``term``.
         """
-        return PendingSync(
-            [
-                (bucket, self._start(bucket, term), self._members(bucket))
-                for bucket in self.plan.buckets
-            ],
-            len(self._parameters),
-        )
+        self._started = [self._start(bucket, term) for bucket in self.plan.buckets]
 
-    def _members(self, bucket: GradientBucket) -> list[GlobalTensor]:
-        return [self._parameters[n] for n in bucket.members if n < len(self._parameters)]
+    def wait(self) -> Tensor | None:
+        """Wait for all buckets, and set ``part.grad`` of the parameters in them. Return the sum [1]
+        if the plan contains a ``Total``.
+        """
+        started, self._started = self._started, None
+        if started is None:
+            raise RuntimeError("gradients: wait() was called before start()")
+        total: Tensor | None = None
+        for bucket, pending in zip(self.plan.buckets, started, strict=True):
+            flat = pending.wait()
+            if flat is None:
+                continue
+            parts = [self._parameters[n].part for n in bucket.members if n < self.plan.num_leaves]
+            has_total = self.plan.num_leaves in bucket.members
+            pieces = flat.reshape(-1).split([1] * has_total + [part.numel() for part in parts])
+            if has_total:
+                total, *pieces = pieces
+            for part, piece in zip(parts, pieces, strict=True):
+                part.grad = piece.view(part.shape)
+        return total
 
     def _start(self, bucket: GradientBucket, term: Tensor | None) -> Pending:
         steps = bucket.steps
@@ -181,36 +190,6 @@ class GradientSync:
             return self._boxing.start(steps, gradients[0], CHANNEL, donate=True)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         return self._boxing.start(steps, flat, CHANNEL, donate=True)
-
-
-class PendingSync:
-    """The buckets whose conversions ``GradientSync.start`` has started."""
-
-    def __init__(
-        self,
-        buckets: list[tuple[GradientBucket, Pending, list[GlobalTensor]]],
-        num_leaves: int,
-    ) -> None:
-        self._buckets = buckets
-        self._num_leaves = num_leaves
-
-    def wait(self) -> Tensor | None:
-        """Wait for all buckets, and set ``part.grad`` of the parameters in them. Return the sum [1]
-        if the plan contains a ``Total``.
-        """
-        total: Tensor | None = None
-        for bucket, pending, parameters in self._buckets:
-            flat = pending.wait()
-            if flat is None:
-                continue
-            sizes = [parameter.part.numel() for parameter in parameters]
-            has_total = self._num_leaves in bucket.members
-            pieces = flat.reshape(-1).split([1] * has_total + sizes)
-            if has_total:
-                total, *pieces = pieces
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.part.grad = piece.view(parameter.part.shape)
-        return total
 
 
 def sync_gradients(parameters: Sequence[GlobalTensor], *, id: str = "dense") -> None:
@@ -278,7 +257,7 @@ def _pattern(parameter: LaidOut) -> object:
     return layout.placement, kinds, parameter.dtype
 
 
-def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple[BoxingStep, ...]:
+def _bucket_steps(parameters: Sequence[LaidOut], id: str) -> tuple[BoxingStep, ...]:
     """Return the steps that convert the gradients of one parameter, or of several parameters
     concatenated.
     """
@@ -299,7 +278,7 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
                 sizes = tuple(map(numel, placement.axis_groups(axis)[0]))
                 length, nd_sbp[axis] = sum(sizes), Split(0, sizes)
         layout, shape = Layout(placement, tuple(nd_sbp)), (length,)
-    return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id, backend=backend)
+    return plan_boxing(layout.dual(), layout, shape, first.dtype, id=id)
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:

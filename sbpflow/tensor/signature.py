@@ -91,7 +91,6 @@ def _signature(text: str) -> Signature:
 def deduce(
     op_rule: Rule,
     operands: tuple[Operand, ...],
-    backend: str,
     out: NdSbp | None = None,
     dtype: torch.dtype | None = None,
 ) -> Choice:
@@ -119,8 +118,7 @@ def deduce(
             continue
         try:
             price = sum(
-                _price(operand, layout, backend)
-                for operand, layout in zip(operands, inputs, strict=True)
+                _price(operand, layout) for operand, layout in zip(operands, inputs, strict=True)
             )
         except SbpError as error:  # this dtype cannot be sent
             fault = error
@@ -143,10 +141,8 @@ def _matches(output: NdSbp, requested: NdSbp) -> bool:
     )
 
 
-def _price(operand: Operand, layout: Layout, backend: str) -> int:
-    steps = plan_boxing(
-        operand.layout, layout, operand.shape, operand.dtype, id="price", backend=backend
-    )
+def _price(operand: Operand, layout: Layout) -> int:
+    steps = plan_boxing(operand.layout, layout, operand.shape, operand.dtype, id="price")
     return sum(step.total_bytes for step in steps)
 
 

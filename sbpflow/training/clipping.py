@@ -27,7 +27,7 @@ _EPSILON = 1e-6  # added to the norm before the limit is divided by the norm, as
 
 
 def clip_steps(
-    config: ClipConfig, layouts: Sequence[Layout], world: Placement, backend: str
+    config: ClipConfig, layouts: Sequence[Layout], world: Placement
 ) -> tuple[BoxingStep, ...]:
     """Return the boxing steps that sum the ranks' float64 sums of squares over all ranks (P -> B).
 
@@ -38,7 +38,7 @@ def clip_steps(
     if not config.rows and all(layout == whole for layout in layouts):
         return ()
     terms = Layout(world, (Partial(),))
-    return plan_boxing(terms, whole, (1,), torch.float64, id="clip/bwd/norm", backend=backend)
+    return plan_boxing(terms, whole, (1,), torch.float64, id="clip/bwd/norm")
 
 
 def _counts_part(layout: Layout, rank: int) -> bool:

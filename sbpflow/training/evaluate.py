@@ -184,6 +184,5 @@ def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor 
         (sum(sizes), part.shape[1]),
         part.dtype,
         id="evaluate/fwd/rows",
-        backend=world.backend,
     )
     return boxing.run(steps, part, CHANNEL)

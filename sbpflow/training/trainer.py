@@ -26,13 +26,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.gradient_sync import (
-    GradientPlan,
-    GradientSync,
-    PendingSync,
-    Total,
-    plan_gradients,
-)
+from sbpflow.tensor.gradient_sync import GradientPlan, GradientSync, Total, plan_gradients
 from sbpflow.training.batch import Batch, check_batch, event_time
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import StepInputs
@@ -127,13 +121,10 @@ class Trainer:
         leaves = list(model.parameters.values())
         # The loss has layout P, like the gradients, so it is reduced as part of a gradient bucket,
         # which saves a collective.
-        plan = gradients or plan_gradients(
-            leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
-        )
+        plan = gradients or plan_gradients(leaves, total=Total.over(self._line, dtype))
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
         self._loss_terms: Tensor | None = None  # This rank's part of the step's loss [1].
         self._loss: Tensor | None = None  # The step's loss [1], summed over all ranks.
-        self._pending_gradients: PendingSync | None = None
         self._planned_size, self._conversions = planned or (None, ())
         groups = optimizer.param_groups if optimizer else []
         self._base_lrs = [float(group["lr"]) for group in groups]
@@ -381,15 +372,12 @@ class Trainer:
         if self._updated:
             self._loss = terms
             return
-        self._pending_gradients = self.gradients.start(terms)
+        self.gradients.start(terms)
 
     def _receive_dense(self) -> None:
         if self._updated:
             return
-        pending, self._pending_gradients = self._pending_gradients, None
-        if pending is None:
-            raise RuntimeError("receive_dense before send_dense")
-        self._loss = pending.wait()
+        self._loss = self.gradients.wait()
 
     def _update(self) -> None:
         self.embeddings.update(self.num_steps)

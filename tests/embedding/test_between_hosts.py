@@ -38,7 +38,7 @@ def _between_hosts(world: World, fn, *args):
     count = mock.Mock(side_effect=dist.batch_isend_irecv)
     usual, world.topology = world.topology, Topology(hosts=tuple((n,) for n in range(world.size)))
     shared, world._shared = world._shared, None
-    links, world._links = world._links, {}
+    links, world._links = world._links, vars(world).setdefault("_apart", {})
     try:
         with (
             mock.patch.object(dist, "batch_isend_irecv", count),

@@ -275,7 +275,7 @@ def pieces_of(run) -> dict:
 
 def bytes_of(world, mix: Mix) -> dict[str, int]:
     """Return the bytes that this rank sends in each transfer, summed over all batches."""
-    world.log.clear()
+    world.log.records.clear()
     world.log.enabled = True
     train(world, mix)
     sent: dict[str, int] = {}

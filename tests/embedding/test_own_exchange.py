@@ -49,7 +49,7 @@ def _train(world, exchange):
 
 def _train_case(world, case):
     TwoHopGroup.num_received = 0
-    world.log.clear()
+    world.log.records.clear()
     world.log.enabled = True
     try:
         with two_hops():

@@ -92,7 +92,7 @@ def on_hosts(world, hosts, fn, *args):
     """Run ``fn`` as if the ranks were on these hosts, without shared memory."""
     usual, world.topology = world.topology, Topology(hosts=hosts)
     shared, world._shared = world._shared, None
-    links, world._links = world._links, {}
+    links, world._links = world._links, vars(world).setdefault("_apart", {})
     try:
         return fn(world, *args)
     finally:
@@ -112,7 +112,7 @@ def test_optimizer_equals_the_reference(ranks, optimizer):
 
 
 def _with_log(world, hosts, case):
-    world.log.clear()
+    world.log.records.clear()
     world.log.enabled = True
     try:
         return on_hosts(world, hosts, train_case, case)

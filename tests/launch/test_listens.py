@@ -27,7 +27,7 @@ def main():
     from tests.launch.test_listens import listening
 
     world = World.start("cpu", timeout_s=60)
-    world.group(range(world.size), "late")  # through the store that rank 0 serves
+    world.link(range(world.size), "late")  # through the store that rank 0 serves
     world.barrier()
     found = f"{os.environ.get('GLOO_SOCKET_IFNAME')} {' '.join(listening(os.getpid()))}"
     Path(sys.argv[1], str(world.rank)).write_text(found)

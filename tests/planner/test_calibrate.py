@@ -193,7 +193,7 @@ def rows_sent(world, shape):
     trainer = make_trainer(boxing, task, plan)
     batches = draw_batches(laws_of(task), world.rank, 2, world.device)
     trainer.step(batches[0])
-    world.log.clear()
+    world.log.records.clear()
     trainer.step(batches[1])
     counted = count_work(task, plan)[world.rank]
     return [

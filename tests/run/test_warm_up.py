@@ -41,10 +41,10 @@ def groups_by_time(world, config):
     boxing = Boxing(fresh)
     planned = [(use.ranks, use.channel) for use in groups_of(plan)]
     job = build_job(config, spec, plan, boxing)
-    before = set(fresh._groups)
-    fresh.log.clear()
+    before = set(fresh._links)
+    fresh.log.records.clear()
     warm_up(plan, boxing)
-    made = list(fresh._groups)
+    made = list(fresh._links)
     used = [(tuple(sorted(r.group)), r.channel) for r in fresh.log.records]
     for batch in make_batches(3, config.data.batch_size)[:2]:
         job.trainer.step(to_device(batch.part(world.rank, world.size), world.device))
@@ -53,7 +53,7 @@ def groups_by_time(world, config):
         "built": before,
         "made": made,
         "used": used,
-        "in steps": set(fresh._groups) - set(made),
+        "in steps": set(fresh._links) - set(made),
     }
 
 

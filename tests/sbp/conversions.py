@@ -31,7 +31,7 @@ def on_device(world, parts, layout, dtype):
 
 
 def sum_over_ranks(world, tensor):
-    dist.all_reduce(tensor, group=world.group(range(world.size), "oracle"))
+    dist.all_reduce(tensor, group=world.link(range(world.size), "oracle").group)
     return tensor
 
 
@@ -88,7 +88,7 @@ def _check_extremum(world, part, layout, full, what):
         oracle.cut(best[mine], extent).copy_(signed)
         oracle.cut(best[len(replicas) + my_term], extent).copy_(signed)
         oracle.cut(best[len(replicas) + len(terms) + my_term], extent).copy_(-signed)
-    dist.all_reduce(best, dist.ReduceOp.MAX, group=world.group(range(world.size), "oracle"))
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=world.link(range(world.size), "oracle").group)
     for replica, value in zip(replicas, best, strict=False):
         right = torch.equal(value, sign * full.double())
         assert right, f"{what}: the extremum of replica {replica} is another"
@@ -137,13 +137,13 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
     with Meter() as forward:
         y = x.to(dst, grad_sbp)
     check_parts(world, y.part.detach(), dst, full, what)
-    backend, stop = boxing.backend_of(dst), src
+    stop = src
     if differentiable and dst.has_extremum and src != dst:
-        stop = last_linear_layout(src, dst, shape, dtype, backend)
+        stop = last_linear_layout(src, dst, shape, dtype)
     planned = [
         step
         for a, b in [(src, stop), (stop, dst)]
-        for step in plan_boxing(a, b, shape, dtype, id="to", backend=backend)
+        for step in plan_boxing(a, b, shape, dtype, id="to")
     ]
     check_traffic(world, forward, planned, what)
     if differentiable:

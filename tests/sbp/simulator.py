@@ -43,7 +43,7 @@ def run_step(step, parts):
     programs = {rank: compile_step(step, rank) for rank in ranks}
     nothing = torch.empty(0, dtype=step.dtype)
     sent = {rank: programs[rank].pack(parts.get(rank, nothing), Lender()) for rank in ranks}
-    received = {rank: parts.get(rank, nothing) for rank in ranks if programs[rank].group is None}
+    received = {rank: parts.get(rank, nothing) for rank in ranks if step.group_of(rank) is None}
     for group in step.groups:
         received |= EXCHANGE[step.collective](step, group, programs, sent)
     out = {rank: programs[rank].unpack(received[rank]) for rank in ranks}

@@ -9,7 +9,7 @@ import torch
 
 from sbpflow.boxing import buffers as staging
 from sbpflow.boxing import program as boxing_program
-from sbpflow.boxing.buffers import Staging
+from sbpflow.boxing.buffers import Loan, Staging
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -64,7 +64,7 @@ def test_results_do_not_alias_buffers(ranks):
 def test_staging_buffers_are_reused_and_released(monkeypatch):
     monkeypatch.setattr("sbpflow.boxing.buffers.MIN_BYTES", 1000)
     pool = Staging()
-    loan = pool.loan()
+    loan = Loan(pool)
     first = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
     assert (first.shape, first.dtype) == ((50, 100), torch.float64)
     second = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
@@ -72,11 +72,11 @@ def test_staging_buffers_are_reused_and_released(monkeypatch):
     assert loan.take((10,), first).numel() == 10  # too small to be kept for reuse
     loan.give_back()
     assert pool.kept_bytes == 80_000
-    again = pool.loan().take((9000,), torch.empty(0, dtype=torch.int32))
+    again = Loan(pool).take((9000,), torch.empty(0, dtype=torch.int32))
     assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
     assert pool.kept_bytes == 40_000
     monkeypatch.setattr("sbpflow.boxing.buffers.MAX_KEPT_BYTES", 50_000)
-    loan = pool.loan()
+    loan = Loan(pool)
     loan.take((3000,), torch.empty(0)), loan.take((6000,), torch.empty(0))
     loan.give_back()
     assert pool.kept_bytes == 40_000

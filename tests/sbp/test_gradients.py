@@ -330,8 +330,7 @@ def _sync(world, grid, specs, bucket_bytes):
         parameter.part.grad = gradients.get(world.rank, cotangent.new_empty(0)).clone()
     sync = GradientSync(parameters, bucket_bytes=bucket_bytes)
     with Meter() as meter:
-        pending = sync.start()
-        pending.wait()
+        sync.run()
     for parameter, cotangent in zip(parameters, cotangents, strict=True):
         check_parts(world, parameter.part.grad, parameter.layout, cotangent, "synced gradient")
     mine = [step for step in sync.plan.steps if step.group_of(world.rank)]

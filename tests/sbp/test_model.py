@@ -119,7 +119,7 @@ def _traffic(world, *layouts):
     lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
     sync = GradientSync(list(parameters.values()))
-    world.log.clear()
+    world.log.records.clear()
     with Meter() as meter:
         _step(lay, parameters, sync, layouts[0], seed=1)
     records = world.log.records

@@ -174,15 +174,15 @@ def _carry(world, a, b, repeats):
     steps = plan_boxing(src, dst, (1024, 1024), torch.float32, id="x", backend="gloo")
     boxing = Boxing(world)
     world.checked = False  # the headers of checked mode would be counted
-    shared, world._shared = world._shared, None  # shared memory would bypass the loopback
-    boxing.run(steps, part)
+    shared, world._shared = world._shared, None  # new links then use the loopback
+    boxing.run(steps, part, "lo")
     world.barrier()
     time.sleep(0.05)
     before = _loopback_bytes()
     world.barrier()
     with Meter() as meter:
         for _ in range(repeats):
-            boxing.run(steps, part)
+            boxing.run(steps, part, "lo")
     world.barrier()
     carried = _loopback_bytes() - before
     world.barrier()

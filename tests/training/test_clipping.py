@@ -158,7 +158,7 @@ def test_norms_below_the_limit_change_nothing(ranks):
 def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]]:
     """Return the transfers for clipping in the plan and in the log."""
     job = make_job(world, config)
-    world.log.clear()
+    world.log.records.clear()
     job.trainer.step(make_batches(3, 30)[0].part(world.rank, world.size))
     clip = [f"{r.step_id} {r.bytes_sent}" for r in world.log.records if r.step_id.startswith("cl")]
     planned = [

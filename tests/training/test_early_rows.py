@@ -48,7 +48,7 @@ def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool 
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches, losses, announced = parts(world), list[float](), 0
-    world.log.clear()
+    world.log.records.clear()
     world.log.enabled = True
     for step in range(0, NUM, per_step):
         while announced < min(NUM, step + per_step + lookahead):
@@ -63,7 +63,7 @@ def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool 
     sent = Counter[str]()
     for record in world.log.records:
         sent[record.step_id] += record.bytes_sent
-    world.log.clear()
+    world.log.records.clear()
     return {**outcome(job, losses), "sent": sent}
 
 
@@ -192,7 +192,7 @@ def steady(world: World, config: Config) -> Any:
     order = [record.step_id for record in world.log.records]
     for record in world.log.records:
         sent[record.step_id] += record.bytes_sent
-    world.log.clear()
+    world.log.records.clear()
     trainer.drain()
     return {name: value / (count - 2) for name, value in sent.items()}, order, describe(plan)
 

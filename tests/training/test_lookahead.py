@@ -53,7 +53,7 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
     job.trainer.lookahead = lookahead
     job.trainer.schedule = OVERLAPPED if overlapped else SERIAL
     batches = parts(world)
-    world.log.clear()
+    world.log.records.clear()
     world.log.enabled = True
     losses: list[float] = []
     announced = 0
@@ -72,7 +72,7 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
         for record in world.log.records
         if record.channel == "ids"
     ]
-    world.log.clear()
+    world.log.records.clear()
     return {**outcome(job, losses), "order": order}
 
 

@@ -52,7 +52,7 @@ def _warnings(world, intervals, steps=20):
     logger = logging.getLogger("sbpflow.training.rank_watch")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    world.log.clear()
+    world.log.records.clear()
     names = ("step_ms", "data_ms", "wait_ms")
     for number, by_rank in enumerate(intervals, 1):
         extra = dict(zip(names, by_rank[world.rank], strict=True))

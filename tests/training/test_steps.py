@@ -46,7 +46,7 @@ def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
     job = make_job(world, config)
     first, second = make_batches(3, config.data.batch_size)[:2]
     job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
-    world.log.clear()
+    world.log.records.clear()
     job.trainer.step(to_device(second.part(world.rank, world.size), world.device))
     return {
         "plan": describe(job.plan),

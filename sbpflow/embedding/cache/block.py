@@ -16,14 +16,15 @@ from sbpflow.embedding.cache.records import RecordLayout
 from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.embedding.cache.slot_planner import Admission
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.store import WEIGHTS, InitialValues
+from sbpflow.embedding.storage.initial import RowInitializer
+from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.compute.devices import upload
 
 
 class SlotBlock:
     """Wraps the tensors of a kernel. Copies from and to the host use the current stream."""
 
-    def __init__(self, kernel: RowKernel, initial: InitialValues) -> None:
+    def __init__(self, kernel: RowKernel, initial: RowInitializer) -> None:
         self._initial = initial
         self._tensors = {WEIGHTS: kernel.weights, **kernel.state}
         self.layout = RecordLayout({name: one[:0] for name, one in self._tensors.items()})

@@ -49,19 +49,17 @@ class RowTransfer:
             raise SbpError(f"{step.id}: the plan expects {step.dtype}, got {send.dtype}")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *send.shape[1:])
-        ranks, link = self._link(step)
-        send = send.contiguous()
+        link, send = self._link(step), send.contiguous()
         try:
-            if world.passes_messages("gloo" if send.device.type == "cpu" else "nccl"):
-                sizes = (into, out)
-                work = pairs.all_to_all(received, send, sizes, ranks, world.rank, link)
+            if world.passes_messages(send.device.type):
+                work = pairs.all_to_all(received, send, (into, out), link)
             else:
                 work = dist.all_to_all_single(
                     received, send, list(into), list(out), group=link.group, async_op=True
                 )
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
-        self._log(step, ranks, send, sum(out) - out[ranks.index(world.rank)])
+        self._log(step, link, send, sum(out) - out[link.ranks.index(world.rank)])
         return Pending(partial(_arrived, step, work, received, send, world.waits), world)
 
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
@@ -76,35 +74,32 @@ class RowTransfer:
         if send.dtype != step.dtype:
             raise SbpError(f"{step.id}: the plan expects {step.dtype}, got {send.dtype}")
         world.check(step.id, step.collective)
-        send, (ranks, link) = send.contiguous(), self._link(step)
+        link, send = self._link(step), send.contiguous()
         received = send.new_empty(sum(into), *send.shape[1:])
-        parts = dict(zip(ranks, received.split(list(into)), strict=True))
-        parts[world.rank].copy_(send)
-        others = [rank for rank in ranks if rank != world.rank]
-        sends, receives = dict.fromkeys(others, send), {rank: parts[rank] for rank in others}
+        parts = dict(zip(link.ranks, received.split(list(into)), strict=True))
+        parts.pop(world.rank).copy_(send)
         try:
-            messages = pairs.pass_messages(sends, receives, link)
+            messages = pairs.pass_messages(dict.fromkeys(parts, send), parts, link)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
-        self._log(step, ranks, send, len(others) * send.shape[0])
+        self._log(step, link, send, len(parts) * send.shape[0])
         return Pending(partial(_arrived, step, messages, received, send, world.waits), world)
 
-    def _link(self, step: ExchangeStep) -> tuple[tuple[int, ...], Link]:
-        """Return the group of ``step`` that contains this rank, and the group's link.
+    def _link(self, step: ExchangeStep) -> Link:
+        """Return the link of the group of ``step`` that contains this rank.
 
         Creating a process group is collective, so every rank creates all groups of the step in the
         same order.
         """
-        own = step.group_of(self._world.rank)
         links = {r: self._world.link(r, self._channel, step.id) for r in step.groups}
-        return own, links[own]
+        return links[step.group_of(self._world.rank)]
 
-    def _log(self, step: ExchangeStep, ranks: tuple[int, ...], send: Tensor, rows: int) -> None:
+    def _log(self, step: ExchangeStep, link: Link, send: Tensor, rows: int) -> None:
         """Record in the trace that ``rows`` rows of ``send`` go to other ranks."""
-        log = self._world.log
+        log, ranks = self._world.log, link.ranks
         if log.enabled:
             sent = rows * send.shape[1:].numel() * send.itemsize
-            log.add(CommRecord(step.id, step.collective, self._channel, ranks, sent))
+            log.records.append(CommRecord(step.id, step.collective, self._channel, ranks, sent))
 
 
 def _arrived(

@@ -229,19 +229,6 @@ def mixed(z: np.uint64) -> np.uint64:
 
 
 @compiled
-def fill_uniform(
-    out: Array, key: int, bound: float, num_columns: int, first_row: int, first_column: int
-) -> None:
-    """Fill ``out`` with the same values as ``streams.fill_uniform``."""
-    scale = 2.0 * bound / 9007199254740992.0
-    for r in range(out.shape[0]):
-        first = (first_row + r) * num_columns + first_column
-        for c in range(out.shape[1]):
-            unit = mixed(U64(first + c) * GAMMA_64 + U64(key)) & U64(9007199254740991)
-            out[r, c] = np.float64(np.int64(unit)) * scale - bound
-
-
-@compiled
 def fill_uniform_rows(out: Array, counters: Array, bounds: Array, first_column: int) -> None:
     """Fill ``out`` with the values of ``streams.uniform_rows``, with one bound per row in
     ``bounds``.

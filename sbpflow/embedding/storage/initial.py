@@ -4,10 +4,9 @@ values.
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,15 +14,14 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
 from sbpflow.embedding.storage.selected_rows import SelectedRows
-from sbpflow.embedding.storage.store import WEIGHTS
+from sbpflow.embedding.storage.store import WEIGHTS, Array
 from sbpflow.runtime.compute.devices import upload
 from sbpflow.runtime.random.splitmix import signed
-from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
+from sbpflow.runtime.random.streams import GAMMA, mix, stream_key, uniform_rows
 
-Array = np.ndarray[Any, Any]
 # For more elements than this, initialization with torch takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
-_ROWS_AT_A_TIME = 1 << 16
+_ROWS_AT_A_TIME, _ELEMENTS_AT_A_TIME = 1 << 16, 1 << 17  # these elements fit in a core's cache
 _EXACT = {torch.float32, torch.float64}  # dtypes that the compiled loops write
 
 
@@ -150,27 +148,15 @@ def _uniform_rows(
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
     """Fill ``out``, which is the shard without its first ``skipped`` rows."""
-    bound, first_row, dim = shard.table.initial_range, shard.row_start + skipped, shard.table.dim
-    worth_compiling = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
-    if out.device.type != "cpu" or not worth_compiling or find_spec("numba") is None:
-        fill_uniform(
-            out,
-            seed=seed,
-            name=shard.table.name,
-            bound=bound,
-            num_columns=dim,
-            first_row=first_row,
-            first_column=shard.col_start,
-        )
+    if not out.numel() or out.is_meta:  # tensors of a dry run have no values
         return
-    from sbpflow.embedding.storage import compiled
-
-    key = stream_key(seed, shard.table.name)
-    for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
-        part = out[start : start + _ROWS_AT_A_TIME]
-        is_exact = out.dtype in _EXACT and part.is_contiguous()
-        values = part if is_exact else torch.empty(part.shape, dtype=torch.float64)
-        row = first_row + start
-        compiled.fill_uniform(values.numpy(), key, bound, dim, row, shard.col_start)
-        if not is_exact:
-            part.copy_(values)
+    if out.device.type == "cpu" and out.numel() >= LEAST_ELEMENTS and find_spec("numba"):
+        import_module("numba")  # ``_uniform_rows`` then uses the compiled loop
+    table, first = shard.table, shard.row_start + skipped
+    key = stream_key(seed, table.name)
+    for part in out.split(max(1, _ELEMENTS_AT_A_TIME // out.shape[1])):
+        rows = torch.arange(first, first + part.shape[0], device=out.device)
+        bounds = torch.full(rows.shape, table.initial_range, dtype=torch.float64, device=out.device)
+        counters = rows.mul_(table.dim).mul_(GAMMA).add_(key)
+        part.copy_(_uniform_rows(counters, out.shape[1], bounds, shard.col_start, out.dtype))
+        first += part.shape[0]

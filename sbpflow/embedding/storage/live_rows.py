@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.selected_rows import NO_ROWS, SelectedRows
-from sbpflow.embedding.storage.store import WEIGHTS, RowStore
+from sbpflow.embedding.storage.store import WEIGHTS, Array, RowStore
 from sbpflow.errors import ConfigError
 
-Array = np.ndarray[Any, Any]
 NO_TIME = -(2**63)  # stands for the event time of batches that have none
 
 

@@ -26,13 +26,7 @@ from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.base import KernelName, SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.choose import (
-    COMPILED,
-    KERNEL_NAMES,
-    KernelChoice,
-    deduplicator,
-    make_kernel,
-)
+from sbpflow.embedding.storage.choose import COMPILED, KernelChoice, deduplicator, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.compute.cpu import cpu_name, machine_key
@@ -134,7 +128,9 @@ class Profile:
         self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
         self._warned = False
 
-    def find(self, shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float] | None:
+    def find(
+        self, shape: StackShape, kernels: Sequence[KernelName]
+    ) -> dict[KernelName, float] | None:
         """Return the measured milliseconds of ``kernels``. Return ``None`` unless there is a valid
         entry with exactly these kernels, and log a warning if the entry is invalid.
         """
@@ -147,7 +143,7 @@ class Profile:
         self._warn("an entry does not contain milliseconds by kernel")
         return None
 
-    def keep(self, shape: StackShape, times_ms: Mapping[str, float]) -> None:
+    def keep(self, shape: StackShape, times_ms: Mapping[KernelName, float]) -> None:
         """Add an entry and replace the file. Log a warning if the file cannot be written."""
         entries = self._entries()
         taken = datetime.now(UTC).isoformat(timespec="seconds")
@@ -186,20 +182,18 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
     return all(is_number(ms) and 0 < ms < MOST_MS for ms in times)
 
 
-def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
+def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[KernelName, float]) -> KernelChoice:
     """Choose the fastest kernel, but keep ``unmeasured`` (the choice made without measurements) if
     its time is within ``BAND`` of the minimum.
     """
-    fastest = min(times_ms, key=times_ms.__getitem__)
-    name = fastest
-    if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
+    name = min(times_ms, key=times_ms.__getitem__)
+    if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[name]:
         name = unmeasured.name
-    chosen: KernelName = next(known for known in KERNEL_NAMES if known == name)
     others = [f"{key} {ms:.2f}" for key, ms in sorted(times_ms.items()) if key != name]
-    return KernelChoice(chosen, f"measured {times_ms[name]:.2f} ms ({', '.join(others)})")
+    return KernelChoice(name, f"measured {times_ms[name]:.2f} ms ({', '.join(others)})")
 
 
-def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float]:
+def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[KernelName, float]:
     """Return, by kernel, the minimum time of one batch on the current device in milliseconds."""
     device = torch.device("cpu")
     if shape.device != "cpu":
@@ -212,11 +206,11 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
         torch.randn(count, shape.width, dtype=shape.dtype, generator=generator).to(device)
         for count in (lookup.num_bags, shape.home_ids)
     )
-    turns = {
+    turns: dict[KernelName, Callable[[], None]] = {
         name: _turn(_storage(name, shape, rows, device), lookup, grads, home, home_grads, rows)
         for name in kernels
     }
-    times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
+    times: dict[KernelName, float] = dict.fromkeys(kernels, float("inf"))
     for turn in turns.values():
         turn()  # warm-up: compiles the kernel and touches all pages
     end = time.perf_counter() + SECONDS * len(kernels)

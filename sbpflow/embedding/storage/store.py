@@ -8,7 +8,7 @@ learns from ``announce`` which rows the next batches need, and can load them bef
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.runtime.compute.devices import upload
+
+if TYPE_CHECKING:
+    from sbpflow.embedding.storage.initial import RowInitializer
 
 Array = np.ndarray[Any, Any]
 WEIGHTS = ""  # the name of the rows themselves in dicts of rows and optimizer state
@@ -177,17 +180,6 @@ def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-class InitialValues(Protocol):
-    """Computes the initial values and optimizer state of rows."""
-
-    def __call__(self, rows: Tensor) -> Mapping[str, Tensor]:
-        """Return the values of ``rows`` [n], by name."""
-        ...
-
-    def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``tensors[name][slots]`` to the values of ``rows``; tensors must be on the host."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
     """The arguments for creating a store for the rows of a stack on this rank; rows are numbered in
@@ -203,7 +195,7 @@ class StoreRequest:
     width: int
     optimizer: SparseOptimizer
     make_kernel: Callable[[int], RowKernel]
-    initial: InitialValues
+    initial: "RowInitializer"
 
 
 StoreFactory = Callable[[StoreRequest], RowStore]

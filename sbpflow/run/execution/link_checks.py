@@ -111,7 +111,6 @@ def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, flo
         (size * len(pairs),),
         torch.float32,
         id=f"doctor/link/{sources}/{targets}/{size}",
-        backend=world.backend,
     )
     part = torch.ones(size, device=world.device) if world.rank in sources else None
     times: list[float] = []

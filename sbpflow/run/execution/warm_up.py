@@ -75,15 +75,9 @@ def warm_up(plan: RunPlan, boxing: Boxing) -> None:
         if use.pairs:
             conversions.append((Layout(line, (Split(0),)), Layout(line, (Split(1),))))
         for src, dst in conversions:
-            steps = plan_boxing(
-                src,
-                dst,
-                (size, size),
-                torch.float32,
-                id=f"start/{use.channel}",
-                backend=world.backend,
-            )
-            shape = src.part_shape((size, size), world.rank)
+            whole, id = (size, size), f"start/{use.channel}"
+            steps = plan_boxing(src, dst, whole, torch.float32, id=id)
+            shape = src.part_shape(whole, world.rank)
             part = None if shape is None else torch.ones(shape, device=world.device)
             boxing.run(steps, part, use.channel)
     if world.device.type == "cuda":

@@ -107,7 +107,6 @@ def plan_run(
     _check_event_time(fields, spec.outputs)
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
-    backend = backend_of_device(device_type)
     planned = _planned_rules(config, planned, world_size)
     topology = topology or given_topology(config, world_size)
     topology = topology or assumed_topology(world_size, device_type)
@@ -125,7 +124,6 @@ def plan_run(
             {parameter.name: parameter.layout for parameter in dense},
             world,
             dtype=dtype,
-            backend=backend,
             batch_size=config.data.batch_size,
             loss=config.train.loss,
         )
@@ -144,8 +142,8 @@ def plan_run(
         dense_forward=forward,
         dense_backward=backward,
         dense_conversions=conversions,
-        dense_gradients=plan_gradients(dense, total=Total.over(world, dtype), backend=backend),
-        clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world, backend),
+        dense_gradients=plan_gradients(dense, total=Total.over(world, dtype)),
+        clip=() if clip is None else clip_steps(clip, [p.layout for p in dense], world),
         schedule=schedule if clip is None else clipped(schedule, rows=clip.rows),
         topology=topology,
         batch_size=config.data.batch_size,

@@ -34,7 +34,6 @@ def dense_steps(
     world: Placement,
     *,
     dtype: torch.dtype,
-    backend: str,
     batch_size: int,
     loss: LossConfig = PLAIN,
 ) -> tuple[tuple[BoxingStep, ...], tuple[BoxingStep, ...], tuple[Conversion, ...]]:
@@ -44,7 +43,6 @@ def dense_steps(
     """
     sizes = balanced_sizes(batch_size, world.size)
     boxing = DryBoxing(world.size, device=_device(spec, fields, world, sizes[0]))
-    boxing.world.backend = backend
     part = spec.build(layouts, boxing, seed=0, dtype=dtype)
     home = Layout(world, (Split(0),))
 

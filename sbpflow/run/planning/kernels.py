@@ -42,7 +42,7 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
     stacks = list(_measurable(plan, request))
     if not stacks:
         return plan
-    measured: list[dict[str, float]] = []
+    measured: list[dict[KernelName, float]] = []
     if boxing.world.rank == 0:
         profile = Profile()
         for stack, shape, names in stacks:
@@ -57,7 +57,7 @@ def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing)
 
 
 def _with_times(
-    plan: RunPlan, stacks: Sequence[_Measurable], times: Sequence[dict[str, float] | None]
+    plan: RunPlan, stacks: Sequence[_Measurable], times: Sequence[dict[KernelName, float] | None]
 ) -> RunPlan:
     """Return the plan with the fastest kernel of each stack whose times are known."""
     kernels = dict(plan.kernels)

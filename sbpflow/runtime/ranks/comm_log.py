@@ -23,19 +23,10 @@ class CommRecord:
 
 @dataclass(slots=True)
 class CommLog:
-    """Records collectives while ``enabled``; otherwise, each call costs one attribute test."""
+    """The collectives of this rank, which are recorded only while ``enabled``."""
 
     enabled: bool = False
     records: list[CommRecord] = field(default_factory=list)
-
-    def add(self, record: CommRecord) -> None:
-        """Append ``record`` if the log is enabled."""
-        if self.enabled:
-            self.records.append(record)
-
-    def clear(self) -> None:
-        """Delete all records without changing ``enabled``."""
-        self.records.clear()
 
 
 @dataclass(slots=True)

@@ -123,9 +123,9 @@ class SharedChannel:
         """Return whether ``message``, to or from ``peer``, goes through shared memory."""
         return peer in self._sending and message.numel() * message.itemsize <= MOST_BYTES
 
-    def connects(self, ranks: Iterable[int], rank: int) -> bool:
-        """Return whether all of ``ranks``, which include this ``rank``, share memory."""
-        return all(peer == rank or peer in self._sending for peer in ranks)
+    def connects(self, ranks: Iterable[int]) -> bool:
+        """Return whether this rank shares memory with all of ``ranks``, which may include it."""
+        return all(rank == self._shared.rank or rank in self._sending for rank in ranks)
 
     def send(self, peer: int, message: Tensor) -> None:
         """Send a contiguous CPU tensor; the tensor may be changed as soon as this method

@@ -53,7 +53,8 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A process group with the memory that its ranks on this host share.
+    """A process group with the memory that its ranks on this host share. ``ranks`` are in ascending
+    order, and ``rank`` is that of this process.
 
     ``calls`` counts exchanges of messages. The ranks of a group make the same calls in the same
     order, so the count is a tag on which they agree.
@@ -63,6 +64,8 @@ class Link:
     deliver any later message between the two ranks.
     """
 
+    ranks: tuple[int, ...]
+    rank: int
     group: dist.ProcessGroup
     shared: SharedChannel | None = None
     calls: Iterator[int] = field(default_factory=count, compare=False)
@@ -100,7 +103,6 @@ class World:
         self.waits = WaitTime()
         self.draws = Draws()  # the source of the random numbers of ops
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._links: dict[tuple[tuple[int, ...], str], Link] = {}
         self._shared: SharedMemory | None = None
         self._owns_default_group = owns_default_group
@@ -190,35 +192,25 @@ class World:
             world._shared = share_memory(store, world.rank, world.size, here, timeout_s)
         return world
 
-    def passes_messages(self, backend: str) -> bool:
-        """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
-        Such messages are used on gloo if there are several hosts or the ranks of this host share
-        memory. Otherwise, an all-to-all is a collective of the backend.
+    def passes_messages(self, device_type: str) -> bool:
+        """Return whether an all-to-all on this device type consists of messages between pairs of
+        ranks. Such messages are used on CPU if there are several hosts or the ranks of this host
+        share memory. Otherwise, an all-to-all is a collective of the backend.
         """
-        return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
+        return device_type == "cpu" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
     def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
-        """Return the ranks' group, with a shared-memory channel if this host shares memory."""
-        key = (tuple(sorted(ranks)), channel)
-        link = self._links.get(key)
-        if link is None:
-            group = self.group(ranks, channel, step_id)
-            # All ranks create all groups in the same order, so the numbers agree.
-            number = list(self._groups).index(key)
-            shared = self._shared.channel(number) if self._shared is not None else None
-            link = self._links[key] = Link(group, shared)
-        return link
-
-    def group(self, ranks: Sequence[int], channel: str, step_id: str = "") -> dist.ProcessGroup:
-        """Return the process group of ``ranks`` (in any order) on ``channel``.
+        """Return the process group of ``ranks`` (in any order) on ``channel``, with a shared-memory
+        channel if this host shares memory.
 
         The group is created on first use, so all ranks must use groups for the first time in the
         same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this. On
-        ranks outside the group, returns c10d's non-member value. ``step_id`` is for error messages.
+        ranks outside the group, the group is c10d's non-member value. ``step_id`` is for error
+        messages.
         """
         key = (tuple(sorted(ranks)), channel)
-        group = self._groups.get(key)
-        if group is None:
+        link = self._links.get(key)
+        if link is None:
             if outside := [rank for rank in key[0] if not 0 <= rank < self.size]:
                 raise SbpError(
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
@@ -229,8 +221,11 @@ class World:
             )
             timeout_s = self._timeout.total_seconds()
             created = _connect(create, self.device, timeout_s, step_id, what)
-            group = self._groups[key] = cast("dist.ProcessGroup", created)
-        return group
+            # All ranks create all groups in the same order, so the numbers of channels agree.
+            shared = self._shared.channel(len(self._links)) if self._shared is not None else None
+            group = cast("dist.ProcessGroup", created)
+            link = self._links[key] = Link(key[0], self.rank, group, shared)
+        return link
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In checked mode, compare the next step of all ranks; otherwise do nothing. All ranks of
@@ -264,7 +259,7 @@ class World:
         """Gather the bytes of all ranks, which must have equal lengths."""
         gathered = torch.empty(self.size * len(mine), dtype=torch.uint8)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        group = self.group(range(self.size), "check")
+        group = self.link(range(self.size), "check").group
         try:
             all_gather_single(gathered, sent, group=group)
         except RuntimeError as error:
@@ -278,7 +273,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
         if self.size > 1:
-            group = self.group(range(self.size), "control")
+            group = self.link(range(self.size), "control").group
             try:
                 dist.all_reduce(torch.zeros(1), group=group)
             except RuntimeError as error:
@@ -295,8 +290,8 @@ class World:
         self._closed = True
         if self._shared is not None:
             self._shared.close()
-        close_process_groups(None if self._owns_default_group else list(self._groups.values()))
-        self._groups.clear()
+        groups = [link.group for link in self._links.values()]
+        close_process_groups(None if self._owns_default_group else groups)
         self._links.clear()
 
     def __enter__(self) -> "World":

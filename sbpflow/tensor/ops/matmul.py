@@ -169,7 +169,6 @@ def _separate_bytes(
     addition = deduce(
         _bias_rule(len(shape)),
         (Operand(product.output, shape, x.dtype), Operand(bias.layout, bias.shape, bias.dtype)),
-        x.boxing.backend_of(x.layout),
         out,
     )
     return product.total_bytes + addition.total_bytes
