@@ -151,6 +151,10 @@ class GradientSync:
 
         If the plan contains a ``Total``, pass this rank's term [1] as ``term``.
         """
+        # Set all gradients, also those that need no conversion: optimizers would skip parameters
+        # without a gradient, so unused parameters would depend on the layout.
+        for parameter in self._parameters:
+            _gradient(parameter)
         return PendingSync(
             [
                 (bucket, self._start(bucket, term), self._members(bucket))
@@ -303,8 +307,9 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:
-    """Return the accumulated gradient of this rank's part, or zeros if the part did not affect the
-    loss.
+    """Return the accumulated gradient of this rank's part, which is set to zeros if the part did
+    not affect the loss.
     """
-    gradient = parameter.part.grad
-    return torch.zeros_like(parameter.part) if gradient is None else gradient
+    if parameter.part.grad is None:
+        parameter.part.grad = torch.zeros_like(parameter.part)
+    return parameter.part.grad
