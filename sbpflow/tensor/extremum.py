@@ -109,7 +109,7 @@ class _OutOf(torch.autograd.Function):
             claim = torch.where(part == value, place, no_place)
             claims = tuple(Partial("min") if isinstance(s, Partial) else s for s in src.nd_sbp)
             winner = redistribute(claim, Layout(src.placement, claims), home, "winner")
-            return whole * (winner == place)
+            return torch.where(winner == place, whole, 0)  # 0 * inf would be NaN
 
         return once(f"{src} -> {way.dst}", adjoint, gradient), None, None
 

@@ -148,6 +148,10 @@ class GradientSync:
 
         If the plan contains a ``Total``, pass this rank's term [1] as ``term``.
         """
+        # Set all gradients, also those that need no conversion: optimizers would skip parameters
+        # without a gradient, so unused parameters would depend on the layout.
+        for parameter in self._parameters:
+            _gradient(parameter)
         self._started = [self._start(bucket, term) for bucket in self.plan.buckets]
 
     def wait(self) -> Tensor | None:
@@ -282,8 +286,9 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str) -> tuple[BoxingStep, .
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:
-    """Return the accumulated gradient of this rank's part, or zeros if the part did not affect the
-    loss.
+    """Return the accumulated gradient of this rank's part, which is set to zeros if the part did
+    not affect the loss.
     """
-    gradient = parameter.part.grad
-    return torch.zeros_like(parameter.part) if gradient is None else gradient
+    if parameter.part.grad is None:
+        parameter.part.grad = torch.zeros_like(parameter.part)
+    return parameter.part.grad

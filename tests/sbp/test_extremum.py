@@ -146,6 +146,19 @@ def test_a_term_with_nan_makes_the_value_nan(ranks, op, size):
             torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def _infinite_gradients(world):
+    layout = Layout(Placement.line("cpu", 2), parse_nd_sbp("P(max)"))
+    part = torch.tensor([torch.nan, 4.0, 2.0]) if world.rank else torch.tensor([1.0, 5.0, 1.0])
+    x = GlobalTensor.from_local(part, layout, (3,), Boxing(world)).requires_grad_()
+    (x.to("B").part * torch.tensor([torch.nan, torch.inf, torch.inf])).sum().backward()
+    return x.part.grad.tolist()
+
+
+def test_an_infinite_gradient_reaches_only_the_first_holder(ranks):
+    """Other terms get 0, not NaN, and so do all terms of an element whose value is NaN."""
+    assert ranks(2, _infinite_gradients) == [[0.0, torch.inf, 0.0], [0.0, 0.0, torch.inf]]
+
+
 @pytest.mark.parametrize("ranks_of", GRIDS, ids=str)
 def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
     ranks(4, _into, ranks_of)

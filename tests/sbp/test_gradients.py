@@ -358,18 +358,19 @@ def test_buckets_on_a_grid(ranks):
     assert ranks(4, _sync, [[0, 1], [2, 3]], GRID_SPECS, 1 << 20) == [["all_reduce"] * 2] * 4
 
 
-def _unused(world):
+def _unused(world, sbp):
     boxing = Boxing(world)
     used, unused = (
-        _leaf(world, boxing, whole_numbers((4, 2), torch.float64), _line(world, B)) for _ in "ab"
+        _leaf(world, boxing, whole_numbers((4, 2), torch.float64), _line(world, sbp)) for _ in "ab"
     )
     ops.reduce_sum(used).backward()
     sync_gradients([used, unused])
     return used.part.grad.unique().tolist(), unused.part.grad.unique().tolist()
 
 
-def test_a_parameter_without_gradient_gets_zeros(ranks):
-    assert ranks(2, _unused) == [([1.0], [0.0])] * 2
+@pytest.mark.parametrize("sbp", [B, Split(0)], ids=str)
+def test_a_parameter_without_gradient_gets_zeros(ranks, sbp):
+    assert ranks(2, _unused, sbp) == [([1.0], [0.0])] * 2
 
 
 def _extremum(world, op, dst):

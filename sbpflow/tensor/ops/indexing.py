@@ -47,7 +47,8 @@ def gather(
         if rows.shape[0] == 0:
             return rows.new_zeros((*local.shape, rows.shape[1])) + rows.sum()
         gathered = F.embedding(local.where(is_local, 0), rows)
-        return gathered * is_local.unsqueeze(-1).to(gathered.dtype)
+        # Multiplying by 0 would turn infinite values into NaN.
+        return torch.where(is_local.unsqueeze(-1), gathered, 0)
 
     shape = (*ids.shape, table.shape[1])
     return apply(op_rule, [table, ids], shape, kernel, out=out, id=id, refuses=refuses)
