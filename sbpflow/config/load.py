@@ -304,5 +304,7 @@ def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
             rest = key.removeprefix(prefix)
             pattern, _, last = rest.rpartition(".")
             path = [pattern, last] if pattern and last in own_keys else [rest]
+            if len(path) == 1 and prefix == "model.fields." and pattern.endswith(".evict"):
+                path = [pattern.removesuffix(".evict"), "evict", last]
             return [*prefix.rstrip(".").split("."), *path]
     return key.split(".")

@@ -313,6 +313,17 @@ def test_model_tables_are_set_by_pattern(load):
     assert "model.tables.x.initial_range" in refused(load, "model.tables.x.initial_range=-1")
 
 
+def test_keys_of_a_group_within_a_pattern_are_set_one_by_one(load):
+    text = "model: {fields: {'a.*': {vocabulary: dynamic, evict: {max_rows: 70000}}}}"
+    overrides = ["max_rows=90000", "policy=lfu"]
+    config = load(text, *(f"model.fields.a.*.evict.{each}" for each in overrides))
+    assert list(config.model.fields) == ["a.*"]
+    evict = config.model.fields["a.*"].evict
+    assert (evict.max_rows, evict.policy) == (90000, "lfu")
+    message = refused(load, "model.fields.C1.evict.max_row=90000")
+    assert "model.fields.C1.evict.max_row: unknown key; did you mean" in message
+
+
 def test_hidden_files_are_not_suggested(tmp_path):
     (tmp_path / ".hooks.yaml").touch()
     with pytest.raises(ConfigError, match="does not exist; use a configuration file") as error:
