@@ -229,6 +229,19 @@ def test_a_near_match_is_suggested_once_even_if_several_models_have_the_key(load
     assert message.count("model.dropout") == 1
 
 
+def test_a_key_with_dots_in_a_file_is_shown_nested(load):
+    message = refused(load, text="optimizer.dense.lr: 0.1\n")
+    assert message == (
+        "optimizer.dense.lr: a key must not contain dots; nest the groups (for example, "
+        "{optimizer: {dense: {lr: 0.1}}})"
+    )
+    message = refused(load, text="train: {stop.patience: 3}\n")
+    assert message.startswith("train.stop.patience: a key must not contain dots")
+    assert message.endswith("{stop: {patience: 3}})")
+    message = refused(load, text="trian.epochs: 3\n")
+    assert "trian.epochs: unknown key; did you mean train.epochs? the top level has" in message
+
+
 def test_a_duplicate_key_is_refused_with_its_line(load):
     message = refused(load, text="run: {seed: 1}\ntrain: {}\nrun: {seed: 2}\n")
     assert "line 3: key 'run' appears twice" in message
