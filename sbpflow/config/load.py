@@ -265,6 +265,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"{brief(override)} is not a setting; write key=value, such as run.seed=7"
         )
+    if not text.strip():  # for example, key=$NAME without a variable NAME
+        raise ConfigError(f"{key}= has no value; write a value, or null to unset an optional key")
     try:
         value = load_yaml(text)
     except ConfigError as error:

@@ -191,6 +191,7 @@ MISTAKES = {
     "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
     "run.seed": ["'run.seed' is not a setting; write key=value", "run.seed=7"],
+    "checkpoint.dir=": ["checkpoint.dir= has no value", "or null to unset an optional key"],
     "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
     "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp is not given", "S(0)"],
     "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0), or S(1)"],
