@@ -53,7 +53,7 @@ def config_of(
 ) -> Config:
     """Build the config from a mapping structured like a YAML file; see ``load_config``.
 
-    Values may also be paths, tuples, and configuration dataclasses.
+    Values may also be paths, tuples, configuration dataclasses, and numbers and arrays of numpy.
     """
     own: dict[str, Any] = plain(tree)
     _apply_all(own, overrides, _import_optimizers)

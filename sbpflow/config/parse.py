@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
+import numpy as np
 import yaml
 
 from sbpflow.config.renamed import RENAMED
@@ -384,7 +385,10 @@ def _kind_name(kind: Any) -> str:
 
 
 def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn:
-    given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
+    try:
+        given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
+    except yaml.representer.RepresenterError:  # an object, given in Python
+        given = f"{brief(value)} ({type(value).__name__})"
     raise ConfigError(f"{key or 'config'}: {given} is not {expected}{_eg(key, example)}")
 
 
@@ -452,11 +456,13 @@ def _join(key: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the YAML form of a config value: dicts, lists, strings, and numbers."""
+    """Return the YAML form of a config value: dicts, lists, strings, and numbers, also of numpy."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, Path | RemotePath) else value

@@ -1,13 +1,15 @@
 """Tests which configurations are accepted, and the message for each mistake."""
 
 import dataclasses
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from sbpflow.config.checks import check, data_path
-from sbpflow.config.load import config_facts, dump_config, load_config, read_yaml
+from sbpflow.config.load import config_facts, config_of, dump_config, load_config, read_yaml
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
@@ -336,6 +338,16 @@ def test_keys_of_a_group_within_a_pattern_are_set_one_by_one(load):
     assert (evict.max_rows, evict.policy) == (90000, "lfu")
     message = refused(load, "model.fields.C1.evict.max_row=90000")
     assert "model.fields.C1.evict.max_row: unknown key; did you mean" in message
+
+
+def test_numbers_of_numpy_are_read_and_other_objects_refused():
+    train = {"epochs": np.int64(3), "progress": np.bool_(False)}
+    tree = {"train": train, "model": {"hidden": np.array([8, 4]), "dropout": np.float32(0.25)}}
+    config = config_of(tree, models=MODELS)
+    assert (config.train.epochs, config.train.progress) == (3, False)
+    assert (config.model.hidden, config.model.dropout) == ((8, 4), 0.25)
+    with pytest.raises(ConfigError, match=r"train.epochs: Fraction\(1, 2\) \(Fraction\) is not a"):
+        config_of({"train": {"epochs": Fraction(1, 2)}}, models=MODELS)
 
 
 def test_hidden_files_are_not_suggested(tmp_path):
