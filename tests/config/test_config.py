@@ -154,6 +154,7 @@ MISTAKES = {
         "factor: 0.1",
     ],
     "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
+    "train.prometheus.host=''": ["train.prometheus.host is empty", "host: 127.0.0.1"],
     "train.slices=C1": ["train.slices: C1 (str) is not a list"],
     "train.loss.label_smoothing=1": ["train.loss.label_smoothing must be >= 0 and < 1, got 1"],
     "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
