@@ -76,6 +76,11 @@ def fit(
     _check_alone()
     if isinstance(config, str | Path):
         config = read_yaml(local_path(config))
+    if not isinstance(cast("object", config), Mapping | Config | None):
+        raise ConfigError(
+            f"config: a value of type {type(config).__name__} is not a configuration; give a YAML "
+            "file or a mapping, and pass a table as data"
+        )
     tree = cast("dict[str, Any]", plain(config or {}))
     for name, given in groups.items():
         base, group = cast("object", tree.get(name)), plain(given)

@@ -30,6 +30,11 @@ def test_mistakes_are_explained_for_python(tmp_path):
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")
 
 
+def test_a_table_as_the_configuration_is_refused():
+    with pytest.raises(ConfigError, match=r"^config: a value of type DataFrame .* table as data$"):
+        sbpflow.fit(rows(9), schema=SCHEMA)
+
+
 def test_an_export_does_not_ignore_its_split(tmp_path):
     run = fit(tmp_path / "run")
     with pytest.raises(ConfigError, match="split: test needs a labeled set to score"):
