@@ -291,9 +291,12 @@ def _series(values: object) -> pl.Series:
     if isinstance(values, str | bytes):  # Polars would use a string as the name of an empty column
         raise problem
     try:
-        return pl.Series(cast("Any", values))
+        series = pl.Series(cast("Any", values))
     except TypeError as error:
         raise problem from error
+    if series.dtype.is_nested():  # a table such as frame[["user"]], or an array of two dims
+        raise problem
+    return series
 
 
 def _check_alone() -> None:
