@@ -141,8 +141,10 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         settings.append("header: true")
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
     is_header = set(others) == {schema.label}  # a repeated header has the name of the column
-    not_0_or_1 = any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples)
-    if others and not_0_or_1 and not is_header:
+    num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
+    # If most labels are 0 or 1, the others are mistakes or missing values such as NA.
+    many_others = 2 * bad_counts(staged).get(f"{schema.label} is not 0 or 1", 0) >= num_lines
+    if others and many_others and not is_header:
         settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:

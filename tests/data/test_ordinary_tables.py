@@ -440,6 +440,15 @@ def test_a_header_between_rows_is_a_bad_line_and_not_a_label(tmp_path, capsys):
     assert "label: {" not in error
 
 
+def test_a_few_labels_such_as_na_are_bad_lines_and_not_the_label_1(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c\n" + "0,a\n1,b\nNA,b\n" * 5)
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    error = capsys.readouterr().err
+    assert "t.csv:4: y is not 0 or 1: 'NA'" in error
+    assert "correct these rows, or skip them with --max-bad-fraction 0.334" in error
+    assert "label: {" not in error
+
+
 def test_a_label_may_have_the_name_of_its_column(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("click,c\n" + "click,a\nskip,b\nskip,b\n" * 20)
     assert run(tmp_path, HEAD + "label: click\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
