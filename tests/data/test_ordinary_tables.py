@@ -154,6 +154,12 @@ def test_an_invalid_rule_is_refused(tmp_path, label, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("schema", [{"weight": ""}, {"sparse": {"c": {"weights": ""}}}])
+def test_an_empty_name_of_a_weight_is_refused(schema):
+    with pytest.raises(ConfigError, match=r"weights? is ''; write a column name$"):
+        read_schema({"label": "y", "sparse": {"c": "string"}, **schema})
+
+
 def visits(num_rows):
     rng = random.Random(1)
     start = datetime.datetime(2024, 4, 1)
