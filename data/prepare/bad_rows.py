@@ -144,7 +144,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     # If most labels are 0 or 1, the others are mistakes or missing values such as NA.
     many_others = 2 * bad_counts(staged).get(f"{schema.label} is not 0 or 1", 0) >= num_lines
-    if others and many_others and not is_header:
+    if others and many_others and not is_header and options.like is None:
         settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:

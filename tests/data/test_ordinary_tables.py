@@ -455,6 +455,17 @@ def test_a_few_labels_such_as_na_are_bad_lines_and_not_the_label_1(tmp_path, cap
     assert "label: {" not in error
 
 
+def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c\n" + "0,a\n1,b\n" * 5)
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 0
+    (tmp_path / "n.csv").write_text("y,c\nNA,a\n")
+    words = ["--like", tmp_path / "set", "--input", tmp_path / "n.csv", "--output", tmp_path / "n"]
+    assert main(["encode", *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert "n.csv:2: y is not 0 or 1: 'NA'" in error
+    assert "new rows must have" not in error
+
+
 def test_a_label_may_have_the_name_of_its_column(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("click,c\n" + "click,a\nskip,b\nskip,b\n" * 20)
     assert run(tmp_path, HEAD + "label: click\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
