@@ -24,7 +24,7 @@ _FIXES = {
     "is not a 32-bit integer": "write 32-bit integers, or list the column in a --schema "
     "without kind: integer",
     NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or give their format, as in "
-    '`time: {NAME: "%d/%m/%Y"}`',
+    '`time: {NAME: "%d/%m/%Y"}`, or `time: {NAME: integer}` for integers',
 }
 """Advice for cells that break a rule, by rule"""
 

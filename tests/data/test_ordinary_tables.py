@@ -438,6 +438,13 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
     assert message in capsys.readouterr().err
 
 
+def test_integers_in_a_column_of_dates_name_the_kind_to_write(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c,ts\n" + "0,a,1700000000\n1,b,1700000001\n" * 5)
+    schema = HEAD + "label: y\nsparse: {c: string}\ntime: ts\n"
+    assert run(tmp_path, schema, tmp_path / "t.csv") == 2
+    assert "or `time: {NAME: integer}` for integers" in capsys.readouterr().err
+
+
 def test_a_header_between_rows_is_a_bad_line_and_not_a_label(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("y,c\n0,a\n1,b\ny,c\n0,a\n")
     assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
