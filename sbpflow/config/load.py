@@ -271,6 +271,11 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = load_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{key}: {brief(text)} is not a YAML value: {error}") from error
+    if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
+        raise ConfigError(
+            f"{key}: YAML ignores a # after a space and the rest of {brief(text)}; put quotes "
+            f"within the value, as in '{key}=\"name #3\"'"
+        )
     path = _split_key(key.strip(), tree)
     node = tree
     for depth, name in enumerate(path[:-1]):

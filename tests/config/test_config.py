@@ -122,6 +122,11 @@ def test_overrides_apply_in_order_and_are_yaml(load):
     assert config.data.path == Path("out/x")
 
 
+@pytest.mark.parametrize("text", ["runs/#3", "'runs/a #3'", '"runs/a #3"'])
+def test_a_path_may_contain_a_hash_sign(load, text):
+    assert load("", f"run.dir={text}").run.dir == Path(text.strip("'\""))
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "1E-3", "0.001", ".001"])
 def test_common_ways_to_write_a_float_are_accepted(load, text):
     assert load(f"optimizer: {{dense: {{lr: {text}}}}}").optimizer.dense.lr == 1e-3
@@ -195,6 +200,7 @@ MISTAKES = {
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
     "run.seed": ["'run.seed' is not a setting; write key=value", "run.seed=7"],
     "checkpoint.dir=": ["checkpoint.dir= has no value", "or null to unset an optional key"],
+    "run.dir=runs/a #3": ["run.dir: YAML ignores a # after", "'run.dir=\"name #3\"'"],
     "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
     "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp is not given", "S(0)"],
     "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0), or S(1)"],
