@@ -118,6 +118,8 @@ def load(
     safety, your own classes are imported only if you pass their names, ``package.module:Class``, as
     ``model`` and ``optimizers``.
     """
+    if isinstance(optimizers, str):
+        raise ConfigError(f"optimizers must be a tuple of names; use ({optimizers!r},)")
     folder = local_path(run_dir)
     return Run(folder, any_path(checkpoint or folder), model, optimizers)
 

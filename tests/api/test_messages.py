@@ -36,6 +36,11 @@ def test_a_table_as_the_configuration_is_refused():
         sbpflow.fit(rows(9), schema=SCHEMA)
 
 
+def test_one_optimizer_must_be_in_a_tuple():
+    with pytest.raises(ConfigError, match=r"use \('my_rules:Momentum',\)$"):
+        sbpflow.load("runs/notebook", optimizers="my_rules:Momentum")
+
+
 @pytest.mark.parametrize("values", [rows(9)[["user"]], np.ones((2, 2)), [[1, 2]], "3", [1, "a"]])
 def test_values_that_are_not_a_column_are_refused(values):
     with pytest.raises(ConfigError, match=r"^values must be a column or a list of values of one"):
