@@ -18,6 +18,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 _WRONG_NUMBER = "fields instead of"
 _NOT_HEX = "is not eight hex digits"
 _FIXES = {
+    _NOT_HEX: "write the kind of the column under sparse, as in `NAME: string` or `NAME: integer`",
     NOT_A_NUMBER: "write plain numbers such as 1234.5, or make the column a sparse column of kind "
     "string, so that its cells are categories",
     f"is not {EXPECTED['integer']}": "write whole numbers, or use kind string instead of integer",

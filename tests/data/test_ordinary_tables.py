@@ -438,6 +438,17 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("cells", "advice"),
+    [("123", "u: write the kind of the column under sparse, as in"), ("abc", "use kind string")],
+)
+def test_the_advice_for_a_column_without_a_kind_names_kinds(tmp_path, capsys, cells, advice):
+    rows = "".join(f"{number % 2},{cells[number % 3]}\n" for number in range(9))
+    (tmp_path / "t.csv").write_text("y,u\n" + rows)
+    assert run(tmp_path, HEAD + "label: y\nsparse: [u]\n", tmp_path / "t.csv") == 2
+    assert advice in capsys.readouterr().err
+
+
 def test_integers_in_a_column_of_dates_name_the_kind_to_write(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("y,c,ts\n" + "0,a,1700000000\n1,b,1700000001\n" * 5)
     schema = HEAD + "label: y\nsparse: {c: string}\ntime: ts\n"
