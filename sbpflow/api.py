@@ -76,6 +76,11 @@ def fit(
     _check_alone()
     if isinstance(config, str | Path):
         config = read_yaml(local_path(config))
+    if not isinstance(cast("object", config), Mapping | Config | None):
+        raise ConfigError(
+            f"config: a value of type {type(config).__name__} is not a configuration; give a YAML "
+            "file or a mapping, and pass a table as data"
+        )
     tree = cast("dict[str, Any]", plain(config or {}))
     for name, given in groups.items():
         base, group = cast("object", tree.get(name)), plain(given)
@@ -113,6 +118,8 @@ def load(
     safety, your own classes are imported only if you pass their names, ``package.module:Class``, as
     ``model`` and ``optimizers``.
     """
+    if isinstance(optimizers, str):
+        raise ConfigError(f"optimizers must be a tuple of names; use ({optimizers!r},)")
     folder = local_path(run_dir)
     return Run(folder, any_path(checkpoint or folder), model, optimizers)
 
@@ -286,9 +293,12 @@ def _series(values: object) -> pl.Series:
     if isinstance(values, str | bytes):  # Polars would use a string as the name of an empty column
         raise problem
     try:
-        return pl.Series(cast("Any", values))
+        series = pl.Series(cast("Any", values))
     except TypeError as error:
         raise problem from error
+    if series.dtype.is_nested():  # a table such as frame[["user"]], or an array of two dims
+        raise problem
+    return series
 
 
 def _check_alone() -> None:

@@ -18,13 +18,14 @@ from sbpflow.runtime.files.remote_path import AnyPath
 _WRONG_NUMBER = "fields instead of"
 _NOT_HEX = "is not eight hex digits"
 _FIXES = {
+    _NOT_HEX: "write the kind of the column under sparse, as in `NAME: string` or `NAME: integer`",
     NOT_A_NUMBER: "write plain numbers such as 1234.5, or make the column a sparse column of kind "
     "string, so that its cells are categories",
     f"is not {EXPECTED['integer']}": "write whole numbers, or use kind string instead of integer",
     "is not a 32-bit integer": "write 32-bit integers, or list the column in a --schema "
     "without kind: integer",
     NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or give their format, as in "
-    '`time: {NAME: "%d/%m/%Y"}`',
+    '`time: {NAME: "%d/%m/%Y"}`, or `time: {NAME: integer}` for integers',
 }
 """Advice for cells that break a rule, by rule"""
 
@@ -141,8 +142,10 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         settings.append("header: true")
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
     is_header = set(others) == {schema.label}  # a repeated header has the name of the column
-    not_0_or_1 = any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples)
-    if others and not_0_or_1 and not is_header:
+    num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
+    # If most labels are 0 or 1, the others are mistakes or missing values such as NA.
+    many_others = 2 * bad_counts(staged).get(f"{schema.label} is not 0 or 1", 0) >= num_lines
+    if others and many_others and not is_header and options.like is None:
         settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:

@@ -109,6 +109,8 @@ def _how_to_find(
     """Return advice on a missing column: to change the schema or, if the schema is fixed, the
     rows.
     """
+    if is_text and any("\r" in other for other in columns):
+        return "its lines end in carriage returns; convert it with `tr '\\r' '\\n'`"
     near = get_close_matches(name, [other for other in columns if other not in schema.used], 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"

@@ -97,7 +97,7 @@ class _Reader:
             vocabularies=shared,
             numbers=numbers,
             labels=tuple(map(str, raw.get("labels", ()))),
-            weight=self.name("weight", raw["weight"]) if "weight" in raw else None,
+            weight=self.weight("weight", raw["weight"]) if "weight" in raw else None,
             group=cast("Any", self.pair(raw, "group", KINDS, "string")),
             time=self.time(raw),
             row_key=cast("Any", self.pair(raw, "row_key", ("string", "integer"), "string")),
@@ -131,6 +131,11 @@ class _Reader:
         fits = isinstance(value, str | int) and not isinstance(value, bool)
         self.need(fits, key, value, "a column name")
         return str(value)
+
+    def weight(self, key: str, value: object) -> str:
+        """Parse the name of a column of weights, which must not be empty, unlike other names."""
+        self.need(value != "", key, value, "a column name")
+        return self.name(key, value)
 
     def label(self, value: object) -> tuple[str, LabelRule | None]:
         """Parse a name, ``{NAME: VALUE}``, ``{NAME: [VALUE, ...]}`` or ``{NAME: ">= 4"}``."""
@@ -308,7 +313,7 @@ class _Reader:
             most=self.count(f"{place}{key}", how.get(key, 64), 1, MAX_VALUES),
             fixed="width" in how,
             beyond=cast("Any", self.choice(f"{place}beyond", how.get("beyond", "error"), BEYOND)),
-            weights=None if weights is None else self.name(f"{place}weights", weights),
+            weights=None if weights is None else self.weight(f"{place}weights", weights),
             inline=inline,
         )
 

@@ -51,11 +51,10 @@ def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
     try:
         text = read_text(file)
     except FileNotFoundError as error:
-        exists = folder.is_dir()
-        fault = f"has no {INDEX_FILE}" if exists else "does not exist"
-        example = folder / "step-1000" if exists else "runs/train/checkpoints/step-1000"
+        fault = f"has no {INDEX_FILE}" if folder.is_dir() else "does not exist"
         raise CheckpointError(
-            f"{folder}: {fault}; give the folder of a checkpoint (for example, {example})"
+            f"{folder}: {fault}; give the folder of a checkpoint, such as "
+            "runs/train/checkpoints/step-1000"
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error

@@ -97,7 +97,7 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
     from sbpflow.data.values import values_with_keys
     from sbpflow.run.saved.keys import Values, to_keys
 
-    checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
+    checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data, "--data")
     trained = _manifest_of(checkpoint.path)
     values = values_with_keys(trained, keyed)
     if keyed.transforms != trained.transforms:

@@ -67,6 +67,8 @@ def _arguments(argv: Sequence[str]) -> Namespace:
             raise ConfigError(
                 f"--{key} must be between {low} and {most:,}, got {value}; for example, --{key} 1"
             )
+    if not args.host:  # the system would listen on all addresses
+        raise ConfigError("--host is empty; use 127.0.0.1, or 0.0.0.0 for all addresses")
     if args.port not in range(1 << 16):
         raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
     return args

@@ -53,7 +53,7 @@ def config_of(
 ) -> Config:
     """Build the config from a mapping structured like a YAML file; see ``load_config``.
 
-    Values may also be paths, tuples, and configuration dataclasses.
+    Values may also be paths, tuples, configuration dataclasses, and numbers and arrays of numpy.
     """
     own: dict[str, Any] = plain(tree)
     _apply_all(own, overrides)
@@ -263,10 +263,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"{brief(override)} is not a setting; write key=value, such as run.seed=7"
         )
+    if not text.strip():  # for example, key=$NAME without a variable NAME
+        raise ConfigError(f"{key}= has no value; write a value, or null to unset an optional key")
     try:
         value = load_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{key}: {brief(text)} is not a YAML value: {error}") from error
+    if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
+        raise ConfigError(
+            f"{key}: YAML ignores a # after a space and the rest of {brief(text)}; put quotes "
+            f"within the value, as in '{key}=\"name #3\"'"
+        )
     path = _split_key(key.strip(), tree)
     node = tree
     for depth, name in enumerate(path[:-1]):
@@ -302,5 +309,7 @@ def _split_key(key: str, tree: Mapping[str, Any]) -> list[str]:
             rest = key.removeprefix(prefix)
             pattern, _, last = rest.rpartition(".")
             path = [pattern, last] if pattern and last in own_keys else [rest]
+            if len(path) == 1 and prefix == "model.fields." and pattern.endswith(".evict"):
+                path = [pattern.removesuffix(".evict"), "evict", last]
             return [*prefix.rstrip(".").split("."), *path]
     return key.split(".")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
+import numpy as np
 import yaml
 
 from sbpflow.config.renamed import RENAMED
@@ -82,26 +83,33 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
 
 
 class _UnknownKeyError(ConfigError):
-    def __init__(self, key: str, siblings: list[str]) -> None:
-        super().__init__(key)
-        self.key, self.siblings = key, siblings
+    def __init__(self, group: str, name: str, siblings: list[str], value: object) -> None:
+        super().__init__(_join(group, name))
+        self.group, self.name, self.siblings, self.value = group, name, siblings, value
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a message with the new name of a renamed key, or with similar keys: those of the
-        same group or, failing that, of other groups.
+        """Return a message with the new name of a renamed key, with the groups of a key with dots,
+        or with similar keys: those of the same group or, failing that, of other groups.
         """
-        group, _, name = self.key.rpartition(".")
+        group, name, key = self.group, self.name, _join(self.group, self.name)
         if (current := RENAMED.get(name)) in self.siblings:
-            return f"{self.key} was renamed to {current}; write {_join(group, current)}"
+            return f"{key} was renamed to {current}; write {_join(group, current)}"
+        if "." in name and name.partition(".")[0] in self.siblings:
+            nested = _head(self.value)
+            for part in reversed(name.split(".")):
+                nested = {part: nested}
+            return (
+                f"{key}: a key must not contain dots; nest the groups (for example, {show(nested)})"
+            )
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
             leaves = {key.rpartition(".")[2] for key in all_keys}
-            matches = difflib.get_close_matches(name, leaves, 1)
+            matches = difflib.get_close_matches(name.rpartition(".")[2], leaves, 1)
             # Models and optimizers share some keys, but each key is suggested only once.
             near = list(dict.fromkeys(k for k in all_keys if k.rpartition(".")[2] in matches))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = f"{group or 'the top level'} has the keys {', '.join(self.siblings)}"
-        return f"{self.key}: unknown key; {hint}{known}"
+        return f"{key}: unknown key; {hint}{known}"
 
 
 def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxyType({})) -> C:
@@ -112,7 +120,7 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in fields:
-            raise _UnknownKeyError(_join(key, str(name)[:_MAX_SHOWN]), list(fields))
+            raise _UnknownKeyError(key, str(name)[:_MAX_SHOWN], list(fields), value)
         if name in choices:
             values[name] = _parse_tagged(value, choices[name], name, next(iter(choices[name])))
             continue
@@ -362,7 +370,10 @@ def _kind_name(kind: Any) -> str:
 
 
 def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn:
-    given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
+    try:
+        given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
+    except yaml.representer.RepresenterError:  # an object, given in Python
+        given = f"{brief(value)} ({type(value).__name__})"
     raise ConfigError(f"{key or 'config'}: {given} is not {expected}{_eg(key, example)}")
 
 
@@ -430,11 +441,13 @@ def _join(key: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the YAML form of a config value: dicts, lists, strings, and numbers."""
+    """Return the YAML form of a config value: dicts, lists, strings, and numbers, also of numpy."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, Path | RemotePath) else value

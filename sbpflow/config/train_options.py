@@ -64,6 +64,13 @@ class PrometheusConfig:
         Key("execution", "Address to listen on. 0.0.0.0 accepts connections from every machine."),
     ] = "127.0.0.1"
 
+    def __post_init__(self) -> None:
+        if not self.host:  # the system would listen on all addresses
+            raise ConfigError(
+                "train.prometheus.host is empty; use, for example, host: 127.0.0.1, or 0.0.0.0 for "
+                "all addresses"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:

@@ -4,6 +4,7 @@ and scalars call constructors that can raise any exception. This module raises C
 before building anything large.
 """
 
+import re
 from collections.abc import Hashable
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ MAX_CHARACTERS = 2**20
 MAX_DEPTH = 32
 MAX_VALUES = 100_000  # maximum number of values, with aliases expanded
 MAX_DIGITS = 40
+_MISLEADING = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")  # octal and base-60 integers
 
 
 def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
@@ -111,12 +113,21 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Refuse the forms of YAML 1.1 that have another value than they seem to: 010 is 8, and
+        12:30 is 750.
+        """
         if len(node.value) > MAX_DIGITS:
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: a number has {len(node.value):,} characters, "
                 f"but at most {MAX_DIGITS} are supported"
             )
-        return super().construct_yaml_int(node)
+        value = super().construct_yaml_int(node)
+        if _MISLEADING.fullmatch(node.value):
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {value}; "
+                f'write {value}, or, for text, "{node.value}" in quotes'
+            )
+        return value
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import sbpflow
+from sbpflow.api import _series
 from sbpflow.checkpoint.folder import DATA_FOLDER
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import ConfigError, DataError
@@ -28,6 +29,22 @@ def test_mistakes_are_explained_for_python(tmp_path):
     with pytest.raises(ConfigError) as caught:
         sbpflow.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")
+
+
+def test_a_table_as_the_configuration_is_refused():
+    with pytest.raises(ConfigError, match=r"^config: a value of type DataFrame .* table as data$"):
+        sbpflow.fit(rows(9), schema=SCHEMA)
+
+
+def test_one_optimizer_must_be_in_a_tuple():
+    with pytest.raises(ConfigError, match=r"use \('my_rules:Momentum',\)$"):
+        sbpflow.load("runs/notebook", optimizers="my_rules:Momentum")
+
+
+@pytest.mark.parametrize("values", [rows(9)[["user"]], np.ones((2, 2)), [[1, 2]], "3", [1, "a"]])
+def test_values_that_are_not_a_column_are_refused(values):
+    with pytest.raises(ConfigError, match=r"^values must be a column or a list of values of one"):
+        _series(values)
 
 
 def test_an_export_does_not_ignore_its_split(tmp_path):

@@ -207,7 +207,7 @@ def test_truncated_missing_or_unrelated_files_are_never_loaded(tmp_path):
     assert reads_right_or_raises(path)
     one.write_bytes(two.read_bytes())
     assert reads_right_or_raises(path)
-    with pytest.raises(CheckpointError, match=r"has no index\.json"):
+    with pytest.raises(CheckpointError, match=r"bare: has no index\.json; .* such as runs/train"):
         open_checkpoint(tmp_path / "bare")
     with pytest.raises(CheckpointError, match="does not exist; give the folder"):
         open_checkpoint(tmp_path / "nowhere")

@@ -1,13 +1,15 @@
 """Tests which configurations are accepted, and the message for each mistake."""
 
 import dataclasses
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from sbpflow.config.checks import check, data_path
-from sbpflow.config.load import config_facts, dump_config, load_config, read_yaml
+from sbpflow.config.load import config_facts, config_of, dump_config, load_config, read_yaml
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
@@ -120,6 +122,11 @@ def test_overrides_apply_in_order_and_are_yaml(load):
     assert config.data.path == Path("out/x")
 
 
+@pytest.mark.parametrize("text", ["runs/#3", "'runs/a #3'", '"runs/a #3"'])
+def test_a_path_may_contain_a_hash_sign(load, text):
+    assert load("", f"run.dir={text}").run.dir == Path(text.strip("'\""))
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "1E-3", "0.001", ".001"])
 def test_common_ways_to_write_a_float_are_accepted(load, text):
     assert load(f"optimizer: {{dense: {{lr: {text}}}}}").optimizer.dense.lr == 1e-3
@@ -152,6 +159,7 @@ MISTAKES = {
         "factor: 0.1",
     ],
     "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
+    "train.prometheus.host=''": ["train.prometheus.host is empty", "host: 127.0.0.1"],
     "train.slices=C1": ["train.slices: C1 (str) is not a list"],
     "train.loss.label_smoothing=1": ["train.loss.label_smoothing must be >= 0 and < 1, got 1"],
     "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
@@ -191,6 +199,8 @@ MISTAKES = {
     "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
     "run.seed": ["'run.seed' is not a setting; write key=value", "run.seed=7"],
+    "checkpoint.dir=": ["checkpoint.dir= has no value", "or null to unset an optional key"],
+    "run.dir=runs/a #3": ["run.dir: YAML ignores a # after", "'run.dir=\"name #3\"'"],
     "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
     "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp is not given", "S(0)"],
     "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0), or S(1)"],
@@ -227,6 +237,19 @@ def test_mistakes_name_key_value_rule_and_remedy(load, override):
 def test_a_near_match_is_suggested_once_even_if_several_models_have_the_key(load):
     message = refused(load, "train.dropou=0.5")
     assert message.count("model.dropout") == 1
+
+
+def test_a_key_with_dots_in_a_file_is_shown_nested(load):
+    message = refused(load, text="optimizer.dense.lr: 0.1\n")
+    assert message == (
+        "optimizer.dense.lr: a key must not contain dots; nest the groups (for example, "
+        "{optimizer: {dense: {lr: 0.1}}})"
+    )
+    message = refused(load, text="train: {stop.patience: 3}\n")
+    assert message.startswith("train.stop.patience: a key must not contain dots")
+    assert message.endswith("{stop: {patience: 3}})")
+    message = refused(load, text="trian.epochs: 3\n")
+    assert "trian.epochs: unknown key; did you mean train.epochs? the top level has" in message
 
 
 def test_a_duplicate_key_is_refused_with_its_line(load):
@@ -311,6 +334,27 @@ def test_model_tables_are_set_by_pattern(load):
     assert facts["model.fields (order)"] == "['*_shop']"
     assert "model.tables.x.dim must be >= 1 and" in refused(load, "model.tables.x.dim=0")
     assert "model.tables.x.initial_range" in refused(load, "model.tables.x.initial_range=-1")
+
+
+def test_keys_of_a_group_within_a_pattern_are_set_one_by_one(load):
+    text = "model: {fields: {'a.*': {vocabulary: dynamic, evict: {max_rows: 70000}}}}"
+    overrides = ["max_rows=90000", "policy=lfu"]
+    config = load(text, *(f"model.fields.a.*.evict.{each}" for each in overrides))
+    assert list(config.model.fields) == ["a.*"]
+    evict = config.model.fields["a.*"].evict
+    assert (evict.max_rows, evict.policy) == (90000, "lfu")
+    message = refused(load, "model.fields.C1.evict.max_row=90000")
+    assert "model.fields.C1.evict.max_row: unknown key; did you mean" in message
+
+
+def test_numbers_of_numpy_are_read_and_other_objects_refused():
+    train = {"epochs": np.int64(3), "progress": np.bool_(False)}
+    tree = {"train": train, "model": {"hidden": np.array([8, 4]), "dropout": np.float32(0.25)}}
+    config = config_of(tree, models=MODELS)
+    assert (config.train.epochs, config.train.progress) == (3, False)
+    assert (config.model.hidden, config.model.dropout) == ((8, 4), 0.25)
+    with pytest.raises(ConfigError, match=r"train.epochs: Fraction\(1, 2\) \(Fraction\) is not a"):
+        config_of({"train": {"epochs": Fraction(1, 2)}}, models=MODELS)
 
 
 def test_hidden_files_are_not_suggested(tmp_path):

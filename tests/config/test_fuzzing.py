@@ -177,6 +177,16 @@ def test_files_are_read_like_overrides(value, tmp_path):
         read_schema(file)
 
 
+@pytest.mark.parametrize("text", ["010", "-010", "00", "0_7", "12:30", "{010: 1}", "[1, 01]"])
+def test_octal_and_base_60_integers_are_refused(text):
+    with pytest.raises(ConfigError, match=r"line 1: YAML reads .* as the number .* in quotes"):
+        load_yaml(text)
+
+
+def test_other_integers_are_read():
+    assert load_yaml("[0, -0, 10, 1_000, 0x1f, '010']") == [0, 0, 10, 1000, 31, "010"]
+
+
 def test_aliases_within_the_limits_work():
     assert load_yaml("{a: &x [1, 2], b: *x, c: [*x, *x]}")["c"] == [[1, 2], [1, 2]]
 

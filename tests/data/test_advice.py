@@ -46,6 +46,11 @@ def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
         (ROWS, UNNAMED, 'the schema probably needs `separator: ","`'),
         (f"click,income,city\n{ROWS}", NAMED, 'write `separator: ","` in the schema'),
         (
+            f"click,income,city\n{ROWS}".replace("\n", "\r"),
+            f"{NAMED}\nseparator: ','",
+            r"its lines end in carriage returns; convert it with `tr '\r' '\n'`",
+        ),
+        (
             f"click,income,city\n{ROWS}",
             f"{UNNAMED}\nseparator: ','",
             "the schema probably needs `header: true`",

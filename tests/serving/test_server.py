@@ -479,10 +479,11 @@ def test_names_of_models_are_checked(models, words):
         ("--poll-seconds", "inf", "must be between 0.001 and 1,000,000,000, got inf"),
         ("--poll-seconds", "nan", "must be between 0.001 and 1,000,000,000, got nan"),
         ("--grace-seconds", "-5", "--grace-seconds must be between 0 and 1,000,000,000, got -5"),
+        ("--host", "", "--host is empty; use 127.0.0.1"),
         ("--port", "70000", "--port must be between 0 and 65535"),
     ],
 )
-def test_numbers_that_cannot_work_are_refused(option, value, words):
+def test_values_that_cannot_work_are_refused(option, value, words):
     with pytest.raises(ConfigError, match=words):
         serve(["bundle", option, value])
 

@@ -18,7 +18,7 @@ from sbpflow.data.__main__ import main as data
 from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.embedding.storage import live_rows
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.report.page import write_report
 from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.runtime.random.streams import mix
@@ -312,6 +312,9 @@ def test_a_fitted_run_continues_with_keys(run, tmp_path):
         checkpoint(["to-keys", *words, str(saving.parent)])
     assert saving.is_dir()
     lock.close()
+    words[2] = str(tmp_path / "missing")
+    with pytest.raises(DataError, match=r"^--data: \S+/missing does not exist"):
+        checkpoint(["to-keys", *words, str(tmp_path / "other")])
     words[2] = str(fitted)
     with pytest.raises(ConfigError, match=r"--data .* has no keys for the fields of .* --keys"):
         checkpoint(["to-keys", *words, str(tmp_path / "other")])

@@ -239,6 +239,9 @@ def test_impossible_settings_for_the_data_are_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"^data\.batch_size: 1 .*data\.batch_size=2"):
         check_rows(single, {"train": 61, "val": 9}, batch_norm=True)
     check_rows(dropped, {"train": 61, "val": 9}, batch_norm=True)
+    # The plan, which a run makes first, must not fail with another message.
+    normed = replace(single, model=replace(single.model, norm="batch"))
+    plan_run(normed, FIELDS, world_size=1, device_type="cpu")
 
 
 def test_a_plateau_reaches_the_optimizers(ranks):
