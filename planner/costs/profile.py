@@ -229,8 +229,8 @@ def load(path: Path) -> Profile:
     if not path.is_file():
         raise ConfigError(
             f"planner: this machine has not been calibrated ({path} is not a file); run sbpflow "
-            "calibrate (under five minutes), or use parallel.scheme: auto, which needs no "
-            "calibration"
+            "calibrate (under five minutes; for several machines, under torchrun on all of them), "
+            "or use parallel.scheme: auto, which needs no calibration"
         )
     try:
         return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))
