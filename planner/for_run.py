@@ -207,7 +207,8 @@ def plan_tables(
     )
     profile = crowded(profile, draft.topology.most_ranks_per_host)
     if (ranks_here := draft.topology.ranks_per_host) is not None:
-        profile = replace(profile, link=profile.link.on_nodes_of(ranks_here))
+        link = profile.link.on_nodes_of(ranks_here, shared=profile.backend == "gloo")
+        profile = replace(profile, link=link)
     task = task_of(draft, stats, num_rows)
     task = replace(task, two_hops=config.parallel.row_buffer_fraction is None)
     cost = TaskCost(profile, task)

@@ -94,7 +94,9 @@ def read_tables(path: Path) -> TablesFile:
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:
-        raise ConfigError(f"--tables: the file {path} does not exist") from error
+        raise ConfigError(
+            f"--tables: the file {path} does not exist; planner/tables_file.py describes its format"
+        ) from error
     except JsonError as error:
         raise ConfigError(
             f"--tables: {error}; planner/tables_file.py describes the format"

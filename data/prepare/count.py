@@ -17,7 +17,7 @@ import polars as pl
 from sbpflow.data.engine import Engine
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import CHECK, SPLIT_COLUMN
-from sbpflow.data.format.vocabulary import Vocabulary, read_vocabulary
+from sbpflow.data.format.vocabulary import Vocabulary, read_vocabulary, vocabulary_files
 from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.distinct import (
     COUNTS_KEYS,
@@ -137,11 +137,14 @@ def build_vocabularies(
         counted = (
             {} if options.is_encode else _count(missing, staged, options, work / "counts", engine)
         )
+        opening = None
+        if like is not None:
+            opening = partial(_opening, like, _parents_folder(like, work, engine))
         jobs = [
             _VocabularyJob(
                 name,
                 *counted.get(name, (0, 0)),
-                None if like is None else _opening(like, name, options.counted[name][0]),
+                None if opening is None else opening(name, options.counted[name][0]),
                 tuple(_strings_files(name, staged, options)),
             )
             for name in missing
@@ -152,11 +155,24 @@ def build_vocabularies(
     return {name: vocabulary for name, vocabulary in built.items() if vocabulary}
 
 
-def _opening(like: Manifest, name: str, field: str) -> Callable[[], Vocabulary]:
-    """Return a function, which workers can call, that opens the vocabulary of a field in ``like``
-    as the vocabulary ``name``.
+def _parents_folder(like: Manifest, work: Path, engine: Engine) -> Path:
+    """Return a folder with the vocabularies of ``like`` that all workers can read. The files of a
+    set at a URL are in the cache of this host, so they are copied to ``work`` for other processes.
     """
-    folder, entry = like.path.absolute(), like.vocabularies[field]
+    if like.cache is None or engine.shares_memory:
+        return like.path.absolute()
+    folder = work / "like"
+    for file in vocabulary_files(like):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(like.path / file, folder / file)
+    return folder
+
+
+def _opening(like: Manifest, folder: Path, name: str, field: str) -> Callable[[], Vocabulary]:
+    """Return a function, which workers can call, that opens the vocabulary of a field in ``like``
+    as the vocabulary ``name``; ``folder`` contains its files.
+    """
+    entry = like.vocabularies[field]
     return partial(read_vocabulary, folder, name, like.field(field).rows, entry)
 
 

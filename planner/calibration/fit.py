@@ -103,7 +103,7 @@ def _link(byte_ms: float, call_ms: float, like: Record) -> Link:
     the ranks and hosts of the record ``like``.
     """
     rate, world_size = 1e-6 / max(byte_ms, 1e-12), len(like.totals)  # GB/s
-    if like.num_hosts in (1, world_size):
+    if like.num_hosts == 1:
         return Link(within_gb_per_s=rate, within_call_ms=call_ms)
     per_node = world_size // like.num_hosts
     between = rate * far_share(world_size, per_node)

@@ -78,14 +78,16 @@ class Link:
         each = self.between_call_ms if self._far_share(world_size) else self.within_call_ms
         return each * partners(world_size)
 
-    def on_nodes_of(self, num_ranks: int) -> "Link":
+    def on_nodes_of(self, num_ranks: int, *, shared: bool = False) -> "Link":
         """Return the links between nodes with ``num_ranks`` ranks each. If ranks share a link to
-        other nodes, the present ones divide its bandwidth. Return the same links if all measured
-        ranks were on one node, because then the links between nodes are not known.
+        other nodes, the present ones divide its bandwidth; ``shared`` says so for links that were
+        measured with one rank per node. Return the same links if all measured ranks were on one
+        node, because then the links between nodes are not known.
         """
         if not self.ranks_per_node or num_ranks == self.ranks_per_node:
             return self
-        sharing = num_ranks if self.ranks_per_link > 1 else 1
+        shared = shared if self.ranks_per_node == 1 else self.ranks_per_link > 1
+        sharing = num_ranks if shared else 1
         return replace(
             self,
             ranks_per_node=num_ranks,
@@ -225,8 +227,8 @@ def load(path: Path) -> Profile:
     if not path.is_file():
         raise ConfigError(
             f"planner: this machine has not been calibrated ({path} is not a file); run sbpflow "
-            "calibrate (under five minutes), or use parallel.scheme: auto, which needs no "
-            "calibration"
+            "calibrate (under five minutes; for several machines, under torchrun on all of them), "
+            "or use parallel.scheme: auto, which needs no calibration"
         )
     try:
         return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))

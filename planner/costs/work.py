@@ -45,9 +45,14 @@ def base_work(task: Task) -> Floats:
             # four values: a parameter, its gradient, and Adam's two states
             "memory_bytes": 4.0 * item * parameters,
             # ids, the outputs, and their gradients
-            "buffer_bytes": samples * ((1 + task.lookahead) * 4 * ids + 2 * item * width),
+            "buffer_bytes": samples * (_window(task) * 4 * ids + 2 * item * width),
         }
     )
+
+
+def _window(task: Task) -> int:
+    """Return the number of batches whose ids are in memory at the same time."""
+    return task.accumulate + task.lookahead
 
 
 def joins_work(task: Task) -> Floats:
@@ -122,10 +127,9 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         row_item=task.row_dtype.itemsize,
         vector_item=vector_item,
         gradient_item=vector_item,
-        window=1 + task.lookahead,
+        window=_window(task),
         index_item=INDEX_ITEM[task.device_type],
-        # The batches' gradients are joined while the parts are still in memory.
-        collected=1 if task.accumulate == 1 else 2 * task.accumulate,
+        batches=task.accumulate,
         state=rule.state_counts,
         slot_share=slot_share,
         slot_bytes=(RECORD_BYTES + SLOT_BYTES * slot_share) if plans_slots else 0.0,

@@ -92,9 +92,9 @@ class Facts:
     is the number of vectors sent per sample. An element has ``item`` bytes in arithmetic,
     ``row_item`` bytes in stored rows, ``vector_item`` bytes in sent vectors, and ``gradient_item``
     bytes in sent gradients. ``window`` is the number of batches whose ids are in memory at the same
-    time. A lookup's address and its place among the unique rows take ``index_item`` bytes. The
-    gradients that a rank receives exist ``collected`` times before an update. ``state`` contains
-    the number of optimizer state values per row and the number per element.
+    time. A lookup's address and its place among the unique rows take ``index_item`` bytes. A step
+    has ``batches`` batches. ``state`` contains the number of optimizer state values per row and the
+    number per element.
     """
 
     world_size: int
@@ -116,7 +116,7 @@ class Facts:
     gradient_item: float = 4.0
     window: int = 1
     index_item: float = INDEX_ITEM["cpu"]
-    collected: int = 1
+    batches: int = 1
     state: tuple[int, int] = (0, 0)
     slot_share: float = 1.0  # Share of rows that are on the device.
     slot_bytes: float = 0.0  # Bytes per row that the planning of cache slots takes on the device.
@@ -156,11 +156,24 @@ class Facts:
         return self.vector_item + self.gradient_item
 
     def sums_bytes(self, rows: float, width: float, out: float) -> float:
-        """Return by how many bytes the summed gradients of ``rows`` in an update exceed the vectors
-        and gradients of this rank's samples, which are freed before the update. ``out`` is their
-        number of elements for the tables that this rank updates, if all ranks update equally many.
+        """Return by how many bytes the summed gradients in an update exceed the vectors and
+        gradients of this rank's samples, which are freed before the update. Each batch has
+        ``rows`` rows. ``out`` is the number of elements of these vectors for the tables that this
+        rank updates, if all ranks update equally many.
         """
-        return self.item * max(rows * width - 2 * out, 0.0)
+        return self.item * max(self.batches * self.step_share * rows * width - 2 * out, 0.0)
+
+    def collected_bytes(self, elements: float, ids: float, sums: float) -> float:
+        """Return the bytes of the gradients of a step, and of their ``sums`` in its update. Each
+        batch has ``ids`` ids and gradients with ``elements`` elements. Those of several batches are
+        joined while the parts are still in memory. The joined ids (8 bytes each) have an index of
+        their own.
+        """
+        gradients = self.batches * elements * self.item
+        if self.batches == 1:
+            return gradients + sums
+        joined = self.batches * ids * (8 + self.index_item)
+        return gradients + max(gradients, sums + joined)
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
         """Return the bytes that are sent to sum squared gradients over the ranks that share

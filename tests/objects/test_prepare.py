@@ -7,6 +7,7 @@ import pytest
 
 from sbpflow.data import load_manifest, remote_output
 from sbpflow.data.__main__ import main
+from sbpflow.data.engine import Engine
 from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.prepare import workspace
 from sbpflow.data.prepare.source import find_inputs, read_piece
@@ -237,3 +238,24 @@ def test_a_file_that_changes_while_it_is_read_is_reported(s3, inputs, tmp_path, 
     words = ["prepare", "--input", str(IN), "--output", str(tmp_path / "set")]
     assert main(words) == 2
     assert "day_3.tsv changed while it was read" in capsys.readouterr().err
+
+
+def test_workers_do_not_read_the_cache_of_the_command(cache, tmp_path, monkeypatch):
+    """The workers of a cluster may run on other machines, which do not have the cached files."""
+    rows, sets = write_rows(tmp_path / "rows.tsv", text_rows(60)), cache / "sets"
+    url = "memory://machines/set"
+
+    def on_other_machines(self, function, items):
+        items = list(items)
+        sets.rename(cache / "elsewhere")
+        yield from map(function, items)
+        (cache / "elsewhere").rename(sets)
+
+    assert main(["prepare", "--input", str(rows), "--output", url]) == 0
+    words = ["prepare", "--input", str(rows), "--like", url, "--output"]
+    assert main([*words, str(tmp_path / "here")]) == 0
+    monkeypatch.setattr(Engine, "run", on_other_machines)
+    monkeypatch.setattr(Engine, "shares_memory", False)
+    assert main([*words, str(tmp_path / "there")]) == 0
+    here, there = (load_manifest(tmp_path / name) for name in ("here", "there"))
+    assert here.fingerprint == there.fingerprint

@@ -10,7 +10,8 @@ import torch
 from benchmarks.planner_memory import allocated_bytes, make_sample
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import BUFFERS
-from sbpflow.planner.calibration.measure import measure_in_turns
+from sbpflow.planner.calibration.design import draw_batches
+from sbpflow.planner.calibration.measure import make_trainer, measure_in_turns
 from sbpflow.planner.costs.cost import count_work
 from sbpflow.planner.task import Choice, Shape
 from tests.quick import quick
@@ -39,11 +40,7 @@ CASES = [
 def allocated_and_counted(world, name, shape, comm_dtype):
     sample = make_sample(shape, world.size)
     sample = replace(sample, task=replace(sample.task, comm_dtype=comm_dtype))
-    choices = CHOICES[name]
-    plan = {
-        table.name: choices[number % len(choices)]
-        for number, table in enumerate(sample.task.tables)
-    }
+    plan = plan_of(sample.task, name)
     measure_in_turns(Boxing(world), sample, [plan], rounds=1)  # one-time allocations
     run = partial(measure_in_turns, Boxing(world), sample, [plan], rounds=1, steps=3)
     return allocated_bytes(run), count_work(sample.task, plan)[world.rank, BUFFERS]
@@ -60,3 +57,31 @@ def test_buffers_are_counted_as_ranks_allocate_them(ranks, name, shape, dtype):
         packed = 2 * batch_size / 2 * tables * dim * (dtype or torch.float32).itemsize
     for allocated, counted in ranks(2, allocated_and_counted, name, shape, dtype):
         assert counted + packed == pytest.approx(allocated, rel=0.2)
+
+
+def plan_of(task, name):
+    choices = CHOICES[name]
+    return {table.name: choices[n % len(choices)] for n, table in enumerate(task.tables)}
+
+
+def allocated_and_counted_in_a_step(world, name, num_batches):
+    """Return the bytes of steps of several batches."""
+    sample = make_sample(FEW_ROWS, world.size)
+    task = replace(sample.task, accumulate=num_batches, lookahead=0)
+    plan = plan_of(task, name)
+
+    def run():
+        trainer = make_trainer(Boxing(world), task, plan)
+        batches = draw_batches(sample, world.rank, num_batches, world.device)
+        for _ in range(2):
+            trainer.step(batches)
+
+    run()  # one-time allocations
+    return allocated_bytes(run), count_work(task, plan)[world.rank, BUFFERS]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", quick(list(CHOICES), lambda n: n < 3))
+def test_the_batches_of_a_step_are_in_memory_at_the_same_time(ranks, name):
+    for allocated, counted in ranks(2, allocated_and_counted_in_a_step, name, 4):
+        assert counted == pytest.approx(allocated, rel=0.35)

@@ -384,6 +384,19 @@ def test_a_fit_on_several_hosts_finds_the_link_between_them():
     assert even > 0
 
 
+def test_a_fit_on_hosts_of_one_rank_finds_the_link_between_them():
+    records = synthetic_records(0.0, samples=4)
+    flat = fit(records, backend="gloo")
+    apart = fit([replace(record, num_hosts=4) for record in records], backend="gloo")
+    assert (apart.link.ranks_per_node, apart.link.num_hosts(4)) == (1, 4)
+    ours, theirs = (
+        np.delete(profile.prices(4), INDEX["host_bytes"], axis=0) for profile in (apart, flat)
+    )
+    np.testing.assert_allclose(ours, theirs)
+    distinct = replace(apart, link=replace(apart.link, between_gb_per_s=0.123))
+    assert "0.123 GB/s per rank" in describe(distinct)
+
+
 def test_a_fit_knows_which_ranks_share_a_link():
     records = synthetic_records(0.0, samples=6, num_hosts=2, ranks_per_link=2)
     prices = fitted_prices(records)

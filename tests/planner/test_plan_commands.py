@@ -244,6 +244,11 @@ def test_no_table_touches_more_rows_than_it_has(tmp_path):
     assert read_tables(path).one_rank.stats["C3"].touched(1e6) == 800
 
 
+def test_the_message_on_a_missing_tables_file_names_the_format(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.json does not exist; planner/tables_file.py"):
+        read_tables(tmp_path / "none.json")
+
+
 SAMPLE, BINS = "as sample", "as bins"  # each replaces the table's zipf key
 
 

@@ -146,3 +146,6 @@ def test_a_measured_link_between_nodes_is_divided_by_the_ranks_of_a_node():
         assert own_adapters.on_nodes_of(ranks) == replace(own_adapters, ranks_per_node=ranks)
     of_one_node = replace(measured, ranks_per_node=0)
     assert of_one_node.on_nodes_of(4) == of_one_node
+    alone, _ = link_of("1gbit", 1)
+    assert alone.on_nodes_of(2, shared=True) == link_of("1gbit", 2)[0]
+    assert alone.on_nodes_of(2) == replace(alone, ranks_per_node=2)

@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,12 +127,20 @@ def test_fields_of_hashed_crosses_are_not_converted_to_keys(tmp_path, monkeypatc
     """The cross would hash the keys instead of the ids, so its values would get other rows."""
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C7")), hash_size=97)
     fields = Fields.of(("I1",), {"C1": 5, "C2": 5, "C3": 5, "C7": 5}, {})
-    plan = SimpleNamespace(outputs=WdlConfig(wide=wide).spec(fields).outputs)
+    features = [column.feature() for column in fields.ids]
+    plan = SimpleNamespace(outputs=WdlConfig(wide=wide).spec(fields).outputs, features=features)
     monkeypatch.setattr(keys, "_plan", lambda checkpoint: plan)
     values = {"C3": keys.Values(*torch.zeros(3, 1, dtype=torch.int64))}
     with pytest.raises(ConfigError, match=r"field C3: the cross hashed\.C3xC7 hashes its ids"):
         keys.to_keys(SimpleNamespace(tensors={}), values, {"path": "set"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("field", "is_crossed"), [("ta", False), ("tax", True), ("a", True)])
+def test_names_that_contain_an_x_are_not_taken_for_crosses(field, is_crossed):
+    names, cross = ["ta", "tax", "a", "b"], "hashed.taxxaxb"
+    with pytest.raises(ConfigError, match=f"field {field}:") if is_crossed else nullcontext():
+        keys._check_crosses([cross], [*names, cross], [field])
 
 
 def test_a_model_without_field_rules_refuses_keys():

@@ -252,22 +252,38 @@ def test_two_hops_are_planned_only_if_the_run_supports_them(synth_set, tmp_path)
         plan_run(config, fields, planned=run.rules, **ranks)
 
 
-def test_a_run_has_the_links_of_its_own_hosts(synth_set, tmp_path, monkeypatch):
-    """The profile is of two hosts of two ranks, which share 0.02 GB/s."""
+@pytest.mark.parametrize(
+    ("measured", "hosts", "rate"),
+    [
+        (2, [[0], [1]], 0.02),
+        (2, [[0, 1]], 2.0),
+        # Two thirds of the bytes go to the other host, over half of its 0.02 GB/s.
+        (1, [[0, 1], [2, 3]], 0.015),
+        (1, [[0, 1]], 2.0),
+    ],
+)
+def test_a_run_has_the_links_of_its_own_hosts(
+    synth_set, tmp_path, monkeypatch, measured, hosts, rate
+):
+    """The profile is of two hosts with ``measured`` ranks each, which share 0.02 GB/s."""
     monkeypatch.setattr("sbpflow.planner.clusters.os.cpu_count", lambda: 8)
-    file = tmp_path / "hosts.yaml"
-    link = Link(ranks_per_node=2, ranks_per_link=2, within_gb_per_s=2.0, between_gb_per_s=0.01)
-    prices = Profile(work_ms={"always": 0.1}, link=link, world_size=4, backend="gloo")
+    file, size = tmp_path / "hosts.yaml", sum(map(len, hosts))
+    link = Link(
+        ranks_per_node=measured,
+        ranks_per_link=measured,
+        within_gb_per_s=2.0,
+        between_gb_per_s=0.02 / measured,
+    )
+    prices = Profile(work_ms={"always": 0.1}, link=link, world_size=2 * measured, backend="gloo")
     manifest = load_manifest(synth_set)
     fields, stats, rows = fields_of(manifest), load_stats(manifest), manifest.splits["train"]
-    for hosts, rate in (("[[0], [1]]", 0.02), ("[[0, 1]]", 2.0)):
-        file.write_text(f"hosts: {hosts}")
-        words = [*SMALL, f"data.path={synth_set}", "parallel.plan=auto"]
-        config = load_config(CONFIG, [*words, f"parallel.topology={file}"], models=MODELS)
-        ranks = {"world_size": 2, "device_type": "cpu"}
-        with patch(CALIBRATION, return_value=(Path("cpu"), prices)):
-            run = plan_tables(config, fields, stats, rows, **ranks)
-        assert run.cost.profile.link.byte_ms(2) == pytest.approx(1e-6 / rate)
+    file.write_text(f"hosts: {hosts}")
+    words = [*SMALL, f"data.path={synth_set}", "parallel.plan=auto"]
+    config = load_config(CONFIG, [*words, f"parallel.topology={file}"], models=MODELS)
+    ranks = {"world_size": size, "device_type": "cpu"}
+    with patch(CALIBRATION, return_value=(Path("cpu"), prices)):
+        run = plan_tables(config, fields, stats, rows, **ranks)
+    assert run.cost.profile.link.byte_ms(size) == pytest.approx(1e-6 / rate)
 
 
 def test_a_run_with_a_suggested_cache_fits(synth_set, tmp_path):

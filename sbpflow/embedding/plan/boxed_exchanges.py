@@ -38,8 +38,9 @@ class Alone(Exchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             "buffer_bytes": facts.window * facts.index_item * facts.lookups
-            + out * facts.item * facts.collected
-            + facts.sums_bytes(facts.touched, facts.dim, out),
+            + facts.collected_bytes(
+                out, facts.lookups, facts.sums_bytes(facts.touched, facts.dim, out)
+            ),
             **_looked_up(facts.lookups, facts.dim, out),
             "home_elements": out,
             **facts.steps(facts.touched, facts.dim),
@@ -77,6 +78,9 @@ class DenseAllreduce(Exchange):
         out = facts.batch_size / facts.world_size * facts.dim * facts.vectors
         numbers = facts.num_rows * (facts.dim + 1.0)
         sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.gradient_item
+        updated = facts.sums_bytes(facts.touched, facts.dim, out)
+        if facts.batches > 1:
+            updated = facts.collected_bytes(facts.touched * facts.dim, facts.touched, updated)
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             **facts.steps(facts.touched, facts.dim),
@@ -93,7 +97,7 @@ class DenseAllreduce(Exchange):
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
             + max(
                 numbers * facts.gradient_item + facts.wanted * facts.dim * facts.item,
-                numbers * facts.item + facts.sums_bytes(facts.touched, facts.dim, out),
+                numbers * facts.item + updated,
             ),
         }
 
@@ -143,9 +147,8 @@ class _Boxed(Exchange):
         return {
             "memory_bytes": facts.stored(rows, width),
             "buffer_bytes": facts.window * 8 * facts.lookups
-            + facts.index_item * reads
-            + out * facts.item * facts.collected
-            + facts.sums_bytes(touched, width, out),
+            + facts.batches * facts.index_item * reads
+            + facts.collected_bytes(out, reads, facts.sums_bytes(touched, width, out)),
             "seen_ids": facts.lookups,
             **_looked_up(reads, width, out),
             "copied_bytes": 2 * facts.both_ways * out,

@@ -129,11 +129,11 @@ class CopiedRows(RowExchange):
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
-            + wanted * size * facts.index_item
+            + facts.batches * wanted * size * facts.index_item
             # The rank's own gradients are freed before the update sums the gathered ones.
             + max(
                 (own + gathered) * facts.gradient_item,
-                gathered * facts.item * facts.collected + sums,
+                facts.collected_bytes(gathered, wanted * size, sums),
             ),
         }
 
@@ -276,9 +276,12 @@ def _served(
 ) -> dict[str, float]:
     """Return the work of reading and updating ``requested`` rows, of which ``touched`` are
     distinct."""
+    elements = requested * width
+    sums = facts.sums_bytes(touched, width, elements)
     return {
         "memory_bytes": facts.stored(rows, width),
-        "buffer_bytes": requested * (facts.index_item + width * facts.item * facts.collected),
+        "buffer_bytes": facts.batches * requested * facts.index_item
+        + facts.collected_bytes(elements, requested, sums),
         "read_rows": requested,
         "read_elements": requested * width,
         "update_ids": requested,

@@ -122,8 +122,11 @@ class UniqueTwoLevel(Exchange):
             # The sums of this rank's samples and those received from its host exist together with
             # the merged sums.
             "buffer_bytes": facts.window * facts.index_item * (facts.local_lookups + wanted)
-            + merged * facts.index_item
-            + dim * (2 * wanted * facts.item + merged * facts.item * facts.collected),
+            + facts.batches * merged * facts.index_item
+            + dim * 2 * wanted * facts.item
+            + facts.collected_bytes(
+                dim * merged, merged, facts.sums_bytes(touched, dim, dim * merged)
+            ),
             "home_sort": summed,
             "home_unique": wanted + merged,
             "expand_rows": summed,

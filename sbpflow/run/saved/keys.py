@@ -1,7 +1,6 @@
 """Rewrites checkpoints by key: erases keys, and turns fitted vocabularies into growing tables."""
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -107,10 +106,12 @@ def to_keys(
         name: unchanged(checkpoint, name) for name in checkpoint.tensors
     }
     done: dict[str, str] = {}
-    for table in (t for out in _plan(checkpoint).outputs for t in out.tables):
+    plan = _plan(checkpoint)
+    known = [feature.name for feature in plan.features]
+    for table in (t for out in plan.outputs for t in out.tables):
         own = [name for name in table.features if name in values]
         if not own:
-            _check_crosses(table.features, values)
+            _check_crosses(table.features, known, values)
             continue
         if len(own) < len(table.features):
             other = next(name for name in table.features if name not in values)
@@ -147,18 +148,33 @@ def to_keys(
     return "\n".join([*done.values(), f"continue with checkpoint.resume={path}"])
 
 
-def _check_crosses(features: Collection[str], fields: Collection[str]) -> None:
+def _check_crosses(
+    features: Collection[str], known: Collection[str], fields: Collection[str]
+) -> None:
     """Raise ConfigError if one of ``features`` is a hashed cross of one of ``fields``: keys have
-    other hashes than ids, so the values of the cross would have other rows.
+    other hashes than ids, so the values of the cross would have other rows. ``known`` contains the
+    names of all columns.
     """
-    part = re.compile(rf"(?:^|x)({'|'.join(map(re.escape, fields))})(?:x|$)")
     for name in (name for name in features if name.startswith(HASHED)):
-        if fields and (match := part.search(name.removeprefix(HASHED))):
+        columns = _crossed(name.removeprefix(HASHED), known)
+        if field := next((field for field in fields if field in columns), None):
             raise ConfigError(
-                f"field {match[1]}: the cross {name} hashes its ids, and would look up other rows "
-                f"if it hashed keys instead; prepare the data without keys for {match[1]}, or "
-                "start a new run"
+                f"field {field}: the cross {name} hashes its ids, and would look up other rows if "
+                f"it hashed keys instead; prepare the data without keys for {field}, or start a "
+                "new run"
             )
+
+
+def _crossed(name: str, known: Collection[str]) -> set[str]:
+    """Return the columns of a cross, whose names are joined by x. If the names of other columns
+    joined by x are the same, return those columns, too.
+    """
+    columns: set[str] = set()
+    for column in (column for column in known if name.startswith(f"{column}x")):
+        rest = name[len(column) + 1 :]
+        others = _crossed(rest, known) | ({rest} & {*known})
+        columns |= {column, *others} if others else set()
+    return columns
 
 
 def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTensor]:
