@@ -136,9 +136,10 @@ def describe(profile: Profile) -> str:
         lines.append(f"held out: {key:<28} {value:.3f}")
     if profile.world_size > 1:
         link = profile.link
-        lines.append(
-            f"{'link':<22} {link.within_gb_per_s:.3g} GB/s, {link.within_call_ms:.3g} ms per call"
-        )
+        rate, ms = link.within_gb_per_s, link.within_call_ms
+        if link.ranks_per_node:  # only the links between hosts were measured
+            rate, ms = link.between_gb_per_s, link.between_call_ms
+        lines.append(f"{'link':<22} {rate:.3g} GB/s per rank, {ms:.3g} ms per call")
     return "\n".join(lines)
 
 
