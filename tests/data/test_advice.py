@@ -4,10 +4,12 @@ import gzip
 
 import pytest
 
+from sbpflow.data.__main__ import main
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.schema_file import read_schema
 from sbpflow.errors import DataError
+from tests.data.test_ordinary_tables import HEAD, run
 
 NAMED = "header: true"
 UNNAMED = "header: false\ncolumns: [click, income, city]"
@@ -87,3 +89,41 @@ def test_a_row_that_no_key_would_fix_gets_no_advice(tmp_path):
     message = message_of(tmp_path, "1,3,Berlin\n0,2,Paris,x\n", f"{UNNAMED}\nseparator: ','")
     assert "4 fields instead of 3" in message
     assert "--schema" not in message
+
+
+@pytest.mark.parametrize(
+    ("cells", "advice"),
+    [("123", "u: write the kind of the column under sparse, as in"), ("abc", "use kind string")],
+)
+def test_the_advice_for_a_column_without_a_kind_names_kinds(tmp_path, capsys, cells, advice):
+    rows = "".join(f"{number % 2},{cells[number % 3]}\n" for number in range(9))
+    (tmp_path / "t.csv").write_text("y,u\n" + rows)
+    assert run(tmp_path, HEAD + "label: y\nsparse: [u]\n", tmp_path / "t.csv") == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_integers_in_a_column_of_dates_name_the_kind_to_write(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c,ts\n" + "0,a,1700000000\n1,b,1700000001\n" * 5)
+    schema = HEAD + "label: y\nsparse: {c: string}\ntime: ts\n"
+    assert run(tmp_path, schema, tmp_path / "t.csv") == 2
+    assert "or `time: {NAME: integer}` for integers" in capsys.readouterr().err
+
+
+def test_a_few_labels_such_as_na_are_bad_lines_and_not_the_label_1(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c\n" + "0,a\n1,b\nNA,b\n" * 5)
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    error = capsys.readouterr().err
+    assert "t.csv:4: y is not 0 or 1: 'NA'" in error
+    assert "correct these rows, or skip them with --max-bad-fraction 0.334" in error
+    assert "label: {" not in error
+
+
+def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c\n" + "0,a\n1,b\n" * 5)
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 0
+    (tmp_path / "n.csv").write_text("y,c\nNA,a\n")
+    words = ["--like", tmp_path / "set", "--input", tmp_path / "n.csv", "--output", tmp_path / "n"]
+    assert main(["encode", *map(str, words)]) == 2
+    error = capsys.readouterr().err
+    assert "n.csv:2: y is not 0 or 1: 'NA'" in error
+    assert "new rows must have" not in error
