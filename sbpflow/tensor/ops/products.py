@@ -1,14 +1,12 @@
 """Computes linear layers on plain tensors with the faster of torch's two libraries for CPUs.
 
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
-torch as well, is faster for large products on CPUs with AVX-512 (``docs/decisions/engine.md``).
-oneDNN's function for gradients of weights must copy both operands, so it is faster only on CPUs
-with 512-bit FMA units; on other CPUs with AVX-512, oneDNN computes narrow gradients as ordinary
-products. On AMD CPUs without AVX-512, oneDNN is faster only for large inputs and few results per
-row, and MKL is slower if the results of a row do not start at a multiple of 32 bytes, so such
-results get padding. The CPU decides, not a measurement, because the libraries differ in the last
-bits: on equal CPUs, all ranks and all starts of a run compute the same bits for products of the
-same shape.
+torch as well, is faster for large products on CPUs with AVX-512 (``docs/decisions/engine.md``). For
+gradients of weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA
+units. On AMD CPUs without AVX-512, oneDNN is faster only for large inputs and few results per row,
+and MKL is slower if the results of a row do not start at a multiple of 32 bytes, so such results
+get padding. The CPU decides, not a measurement, because the libraries differ in the last bits: on
+equal CPUs, all ranks and all starts of a run compute the same bits for products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
@@ -40,16 +38,20 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
     """
     if len(xs) == 1:
         return linear(xs[0], weight, bias)
-    widths, outputs = [x.shape[1] for x in xs], weight.shape[0]
+    widths = [x.shape[1] for x in xs]
+    # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
+    columns = [part.contiguous() for part in weight.split(widths, 1)]
     narrow, *wider = sorted(range(len(xs)), key=lambda n: widths[n])
-    widest = xs[wider[-1]]
-    if _uses_onednn(widest, outputs) or _needs_padding(widest, outputs):
-        return _Linear.apply(weight, bias, *xs)  # pyright: ignore[reportReturnType]
-    columns = _columns(weight, widths)
-    # The widest input comes last, so that the largest product is fused with an addition.
-    total = F.linear(xs[narrow], columns[narrow], bias)
+    widest, outputs = xs[wider[-1]], weight.shape[0]
+    if not _uses_onednn(widest, outputs) and not _needs_padding(widest, outputs):
+        # The widest input comes last, so that the largest product is fused with an addition.
+        total = F.linear(xs[narrow], columns[narrow], bias)
+        for n in wider:
+            total = torch.addmm(total, xs[n], columns[n].t())
+        return total
+    total: Tensor = _Linear.apply(xs[narrow], columns[narrow], bias)  # pyright: ignore[reportAssignmentType]
     for n in wider:
-        total = torch.addmm(total, xs[n], columns[n].t())
+        total = total + _Linear.apply(xs[n], columns[n], None)
     return total
 
 
@@ -59,53 +61,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     large = mkl_has_slow_shapes() and _is_large(x, weight.shape[0])
     if _is_plain(x) and (onednn_is_faster() or large):
-        return _Linear.apply(weight, bias, x)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """``linear_of_tensors`` of float32 matrices, with the faster way for every product. Its second
+    """``F.linear`` of float32 matrices, with the faster way for every product. Its second
     derivatives are computed as those of ``F.linear``.
     """
 
     @staticmethod
-    def forward(ctx: Context, weight: Tensor, bias: Tensor | None, *xs: Tensor) -> Tensor:
-        wants_weight, _, *wants_inputs = ctx.needs_input_grad
-        kept = xs if wants_weight else [None] * len(xs)
-        ctx.save_for_backward(weight if any(wants_inputs) else None, *kept)
-        ctx.widths = [x.shape[1] for x in xs]
-        columns = _columns(weight, ctx.widths)
-        widest, *others = sorted(range(len(xs)), key=lambda n: -ctx.widths[n])
-        total = product(xs[widest], columns[widest], bias)
-        for n in others:
-            add_product(total, xs[n], columns[n])
-        return total
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wants_input, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_input else None)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *xs = ctx.saved_tensors
-        wants_weight, wants_bias, *wants_inputs = ctx.needs_input_grad
-        has_graph = torch.is_grad_enabled()  # these gradients will be differentiated
-        weight_gradient = None
-        if wants_weight and has_graph:
-            weight_gradient = gradient.t() @ torch.cat(xs, 1)
-        elif wants_weight:
-            weight_gradient = gradient.new_zeros(gradient.shape[1], sum(ctx.widths))
-            for part, x in zip(weight_gradient.split(ctx.widths, 1), xs, strict=True):
-                add_weight_gradient(part, gradient, x)
-        inputs: list[Tensor | None] = [None] * len(ctx.widths)
-        columns = _columns(weight, ctx.widths) if any(wants_inputs) else []
-        for n, part in enumerate(columns):
-            if wants_inputs[n]:
-                inputs[n] = gradient @ part if has_graph else product(gradient, part.t())
-        return weight_gradient, gradient.sum(0) if wants_bias else None, *inputs
-
-
-def _columns(weight: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Return each input's columns of ``weight`` as a contiguous tensor: a row stride such as 429
-    would make the products 20 % slower.
-    """
-    return [part.contiguous() for part in weight.split(list(widths), 1)]
+        x, weight = ctx.saved_tensors
+        bias_gradient = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        if torch.is_grad_enabled():  # these gradients will be differentiated
+            return (
+                None if weight is None else gradient @ weight,
+                None if x is None else gradient.t() @ x,
+                bias_gradient,
+            )
+        return (
+            None if weight is None else product(gradient, weight.t()),
+            None if x is None else _weight_gradient(gradient, x),
+            bias_gradient,
+        )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,9 +105,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if bias is not None:
         bias = bias.contiguous()
-    if not weight.t().is_contiguous():  # oneDNN reads a transposed weight in place
-        weight = weight.contiguous()
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(
+        x.contiguous(), weight.contiguous(), bias, "none", [], ""
+    )
 
 
 def padded(x: Tensor, outputs: int) -> Tensor:
@@ -165,8 +150,6 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
             total += torch.ops.aten.mkldnn_linear_backward_weights(
                 part.to_mkldnn(), block.to_mkldnn(), like, False
             )[0]
-    elif _is_narrow(x.numel(), outputs) and _uses_onednn(x, outputs) and onednn_is_faster():
-        total += product(gradient.t(), x.t())  # copies only the gradient, the smaller operand
     elif x.dtype == total.dtype:
         total.addmm_(gradient.t(), x)
     else:
