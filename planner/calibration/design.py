@@ -23,6 +23,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.measure import spread_of
+from sbpflow.planner import workloads
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task
 from sbpflow.planner.workloads import Drawn, make_task
 from sbpflow.sbp.sbp import balanced_sizes
@@ -73,7 +74,8 @@ def drawing() -> str:
     """Return a digest of the sampling method; a different method generates a different sample for
     the same number.
     """
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    code = [Path(file).read_bytes() for file in (__file__, workloads.__file__)]
+    return hashlib.sha256(b"".join(code)).hexdigest()[:12]
 
 
 def draw_sample(

@@ -17,6 +17,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
 from sbpflow.errors import DataError
+from sbpflow.planner import workloads
 from sbpflow.planner.calibration import design, measure
 from sbpflow.planner.calibration.calibrate import (
     QUICK,
@@ -156,13 +157,14 @@ def test_drawn_ids_reach_every_row_of_a_table(num_rows):
     assert np.unique(ids).tolist() == list(range(num_rows))
 
 
-def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
+@pytest.mark.parametrize("module", [design, workloads], ids=["design", "workloads"])
+def test_the_digest_of_the_drawing_depends_on_its_code(module, monkeypatch, tmp_path):
     """If the sampling code changes, the journal must not be reused, because its sample numbers then
     refer to other tasks.
     """
-    (tmp_path / "design.py").write_text("changed")
+    (tmp_path / "code.py").write_text("changed")
     before = drawing()
-    monkeypatch.setattr(design, "__file__", str(tmp_path / "design.py"))
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "code.py"))
     assert drawing() != before == before.lower()
 
 

@@ -72,22 +72,19 @@ def calibrated(own_cache):
     profile().save(default_path("cpu"))
 
 
+def plan_with(prices, synth_set, words, world_size=2, device_type="cpu"):
+    """Plan a run on a machine with the profile ``prices``."""
+    words = [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", *words]
+    config, manifest = load_config(CONFIG, words, models=MODELS), load_manifest(synth_set)
+    fields, stats, rows = fields_of(manifest), load_stats(manifest), manifest.splits["train"]
+    ranks = {"world_size": world_size, "device_type": device_type}
+    with patch(CALIBRATION, return_value=(default_path("cpu"), prices)):
+        return config, fields, plan_tables(config, fields, stats, rows, **ranks)
+
+
 @cache
 def planned(synth_set, words=(), prices=()):
-    config = load_config(
-        CONFIG, [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", *words], models=MODELS
-    )
-    manifest = load_manifest(synth_set)
-    with patch(CALIBRATION, return_value=(default_path("cpu"), profile(*prices))):
-        planned_run = plan_tables(
-            config,
-            fields_of(manifest),
-            load_stats(manifest),
-            manifest.splits["train"],
-            world_size=2,
-            device_type="cpu",
-        )
-    return config, fields_of(manifest), planned_run
+    return plan_with(profile(*prices), synth_set, words)
 
 
 def test_planned_runs_save_their_plan_and_rate_its_prediction(
@@ -238,18 +235,12 @@ def test_two_hops_are_planned_only_if_the_run_supports_them(synth_set, tmp_path)
     slow = Link(ranks_per_node=2, within_gb_per_s=100.0, between_gb_per_s=1e-4)
     prices = Profile(work_ms={"always": 0.1}, link=slow, world_size=4, backend="nccl")
     fixed = "'deep.C[!3]*': {sbp: S(0), exchange: unique}, 'wide.*': {sbp: S(0), exchange: unique}"
-    words = [*SMALL, f"data.path={synth_set}", f"parallel.tables={{{fixed}}}"]
-    words += ["parallel.plan=auto", f"parallel.topology={file}", "parallel.device=cuda"]
-    manifest = load_manifest(synth_set)
-    fields, stats, rows = fields_of(manifest), load_stats(manifest), manifest.splits["train"]
+    words = [f"parallel.tables={{{fixed}}}", f"parallel.topology={file}", "parallel.device=cuda"]
     for more, sbp in (([], "(S(0), S(0))"), (["parallel.row_buffer_fraction=0.5"], "S(0)")):
-        config = load_config(CONFIG, [*words, *more], models=MODELS)
-        ranks = {"world_size": 4, "device_type": "cuda"}
-        with patch(CALIBRATION, return_value=(Path("cpu"), prices)):
-            run = plan_tables(config, fields, stats, rows, **ranks)
+        config, fields, run = plan_with(prices, synth_set, [*words, *more], 4, "cuda")
         assert run.plan["deep.C3"].shape.sbp == sbp
         assert run.task.num_hosts == 2
-        plan_run(config, fields, planned=run.rules, **ranks)
+        plan_run(config, fields, planned=run.rules, world_size=4, device_type="cuda")
 
 
 @pytest.mark.parametrize(
@@ -275,14 +266,8 @@ def test_a_run_has_the_links_of_its_own_hosts(
         between_gb_per_s=0.02 / measured,
     )
     prices = Profile(work_ms={"always": 0.1}, link=link, world_size=2 * measured, backend="gloo")
-    manifest = load_manifest(synth_set)
-    fields, stats, rows = fields_of(manifest), load_stats(manifest), manifest.splits["train"]
     file.write_text(f"hosts: {hosts}")
-    words = [*SMALL, f"data.path={synth_set}", "parallel.plan=auto"]
-    config = load_config(CONFIG, [*words, f"parallel.topology={file}"], models=MODELS)
-    ranks = {"world_size": size, "device_type": "cpu"}
-    with patch(CALIBRATION, return_value=(Path("cpu"), prices)):
-        run = plan_tables(config, fields, stats, rows, **ranks)
+    _, _, run = plan_with(prices, synth_set, [f"parallel.topology={file}"], size)
     assert run.cost.profile.link.byte_ms(size) == pytest.approx(1e-6 / rate)
 
 
