@@ -271,8 +271,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{key}: {brief(text)} is not a YAML value: {error}") from error
     if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
         raise ConfigError(
-            f"{key}: YAML ignores a # after a space and the rest of {brief(text)}; put quotes "
-            f"within the value, as in '{key}=\"name #3\"'"
+            f"{key}: YAML reads the # in {brief(text)} and all that follows as a comment; put "
+            f"quotes around the value, as in '{key}=\"name #3\"'"
         )
     path = _split_key(key.strip(), tree)
     node = tree

@@ -99,7 +99,8 @@ class _UnknownKeyError(ConfigError):
             for part in reversed(name.split(".")):
                 nested = {part: nested}
             return (
-                f"{key}: a key must not contain dots; nest the groups (for example, {show(nested)})"
+                f"{key}: a key must not contain dots; nest the groups (for example, "
+                f"{_shown(nested)})"
             )
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
@@ -370,10 +371,7 @@ def _kind_name(kind: Any) -> str:
 
 
 def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn:
-    try:
-        given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
-    except yaml.representer.RepresenterError:  # an object, given in Python
-        given = f"{brief(value)} ({type(value).__name__})"
+    given = "nothing" if value is None else f"{_shown(_head(value))} ({type(value).__name__})"
     raise ConfigError(f"{key or 'config'}: {given} is not {expected}{_eg(key, example)}")
 
 
@@ -457,6 +455,14 @@ def show(value: object) -> str:
     """Return ``value`` as one line of YAML."""
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("...\n").strip()
+
+
+def _shown(value: object) -> str:
+    """Return ``value`` as one line of YAML or, if it contains an object, as its ``repr``."""
+    try:
+        return show(value)
+    except yaml.representer.RepresenterError:  # an object, given in Python
+        return brief(value)
 
 
 def brief(value: object) -> str:
