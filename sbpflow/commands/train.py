@@ -112,6 +112,7 @@ def train_config(
     from sbpflow.run.saved.checkpoints import lock_given_folder
     from sbpflow.run.saved.saved_model import saved_plan
     from sbpflow.runtime.ranks.rendezvous import device_type_of
+    from sbpflow.training.dense_part import has_batch_norm
     from sbpflow.training.trackers import check_trackers
 
     manifest = load_manifest(data_path(config), cache=config.data.cache)
@@ -157,7 +158,7 @@ def train_config(
         saved = saved_plan(open_checkpoint(newest), plan, request) if newest else None
         plan = saved or with_measured_kernels(plan, request, boxing)
         job = build_job(config, spec, plan, boxing)
-        norms = any(name.endswith("running_mean") for name in job.model.buffers)
+        norms = has_batch_norm(job.model)
         check_rows(config, manifest.splits, batch_norm=norms)
         start = resume.load(decision, job, data, boxing)
         start = resume.at_cursor(start, config, loaders["train"])
