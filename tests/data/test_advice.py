@@ -93,7 +93,11 @@ def test_a_row_that_no_key_would_fix_gets_no_advice(tmp_path):
 
 @pytest.mark.parametrize(
     ("cells", "advice"),
-    [("123", "u: write the kind of the column under sparse, as in"), ("abc", "use kind string")],
+    [
+        ("123", "u: write the kind of the column under sparse, as in"),
+        ("abc", "use kind string"),
+        ("aba", "column u: write the kind of the column under sparse, as in"),
+    ],
 )
 def test_the_advice_for_a_column_without_a_kind_names_kinds(tmp_path, capsys, cells, advice):
     rows = "".join(f"{number % 2},{cells[number % 3]}\n" for number in range(9))
@@ -116,6 +120,14 @@ def test_a_few_labels_such_as_na_are_bad_lines_and_not_the_label_1(tmp_path, cap
     assert "t.csv:4: y is not 0 or 1: 'NA'" in error
     assert "correct these rows, or skip them with --max-bad-fraction 0.334" in error
     assert "label: {" not in error
+
+
+@pytest.mark.parametrize("labels", ["0011", "0", "1"])
+def test_a_few_labels_2_need_a_rule_only_without_both_0_and_1(tmp_path, capsys, labels):
+    text = "".join(f"{label},a\n" for label in labels * 9) + "2,b\n"
+    (tmp_path / "t.csv").write_text(f"y,c\n{text}")
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    assert ('label: {y: ">= 2"}' in capsys.readouterr().err) == (len(labels) == 1)
 
 
 def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, capsys):
