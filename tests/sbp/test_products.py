@@ -119,10 +119,14 @@ def test_second_derivatives_equal_those_of_torch(widths, way, monkeypatch):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize(("rows", "used"), [(4096, 3), (2048, 2)])
-def test_narrow_gradients_of_large_inputs_use_onednn(rows, used, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "stored", "used"), [(4096, 416, 3), (2048, 416, 2), (4096, 420, 2)]
+)
+def test_narrow_gradients_of_large_inputs_use_onednn(rows, stored, used, monkeypatch):
+    """An input that is not contiguous would be copied and transposed."""
     use(monkeypatch, "oneDNN, narrow gradients")
-    x, weight, _ = inputs(rows, [416], 64)
+    x, _, _ = inputs(rows, [stored], 64)
+    x, weight = x[:, :416], torch.randn(64, 416)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         out = products.linear(x.requires_grad_(), weight.requires_grad_(), None)
         out.square().sum().backward()

@@ -165,7 +165,7 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
             total += torch.ops.aten.mkldnn_linear_backward_weights(
                 part.to_mkldnn(), block.to_mkldnn(), like, False
             )[0]
-    elif _is_narrow(x.numel(), outputs) and _uses_onednn(x, outputs) and onednn_is_faster():
+    elif _has_fast_narrow_gradient(x, outputs):
         total += product(gradient.t(), x.t())  # copies only the gradient, the smaller operand
     elif x.dtype == total.dtype:
         total.addmm_(gradient.t(), x)
@@ -195,6 +195,14 @@ def _is_narrow(values: int, outputs: int) -> bool:
     on copying an input of ``values`` values.
     """
     return values >= _LEAST_NARROW_INPUT and outputs <= _MOST_NARROW_OUTPUTS
+
+
+def _has_fast_narrow_gradient(x: Tensor, outputs: int) -> bool:
+    """Return whether oneDNN computes the gradient of a weight faster than MKL as a product with the
+    transposed x. It would have to copy and transpose an x that is not contiguous.
+    """
+    is_narrow = x.is_contiguous() and _is_narrow(x.numel(), outputs)
+    return is_narrow and onednn_is_faster() and _uses_onednn(x, outputs)
 
 
 def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
