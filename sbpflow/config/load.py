@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -57,7 +58,8 @@ def config_of(
     """
     own: dict[str, Any] = plain(tree)
     _apply_all(own, overrides)
-    return build(Config, own, {"model": _with_own(models, own.get("model"))})
+    known = _with_own(models, own.get("model"))
+    return build(Config, own, {"model": known}, partial(_split_key, tree=own))
 
 
 def config_from_tree(

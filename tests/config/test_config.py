@@ -249,6 +249,12 @@ def test_a_key_with_dots_in_a_file_is_shown_nested(load):
     message = refused(load, text="train: {stop.patience: 3}\n")
     assert message.startswith("train.stop.patience: a key must not contain dots")
     assert message.endswith("{stop: {patience: 3}})")
+    message = refused(load, text="parallel.tables.deep.C1.sbp: S(0)\n")
+    assert message.endswith("{parallel: {tables: {deep.C1: {sbp: S(0)}}}})")
+    message = refused(load, text="parallel: {tables.*.C1: {sbp: B}}\n")
+    assert message.endswith("{tables: {'*.C1': {sbp: B}}})")
+    message = refused(load, text="model: {fields: {a.b: {evict.max_rows: 70000}}}\n")
+    assert message.endswith("{evict: {max_rows: 70000}})")
     with pytest.raises(
         ConfigError, match=r"must not contain dots; .* \{.train.: .*Fraction\(1, 2\)"
     ):
