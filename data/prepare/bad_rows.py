@@ -143,7 +143,9 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
     is_header = set(others) == {schema.label}  # a repeated header has the name of the column
     if others and not is_header and options.like is None and _needs_rule(staged, schema, others):
-        settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
+        # The rule for a single other label must separate it from the valid one.
+        more = [_only_label(staged)] if len(set(others)) == 1 else []
+        settings.append(f"label: {{{schema.label}: {_rule_for([*others, *filter(None, more)])}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:
         if text is None and not settings:
@@ -213,9 +215,14 @@ def _needs_rule(staged: Sequence[StagedPiece], schema: Schema, others: Sequence[
     num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     if not num_others or 2 * num_others >= num_lines:
         return num_others > 0
+    return bool(_only_label(staged)) and all(re.fullmatch(NUMBER, cell) for cell in others)
+
+
+def _only_label(staged: Sequence[StagedPiece]) -> str:
+    """Return the label, 0 or 1, of all good rows, or "" if there are several labels or no rows."""
     num_rows = sum(piece.num_rows for piece in staged)
-    is_one_label = sum(piece.num_positives for piece in staged) in (0, num_rows)
-    return is_one_label and all(re.fullmatch(NUMBER, cell) for cell in others)
+    positives = sum(piece.num_positives for piece in staged)
+    return {0: "0", num_rows: "1"}.get(positives, "") if num_rows else ""
 
 
 def _rule_for(cells: Sequence[str]) -> str:

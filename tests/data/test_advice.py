@@ -122,12 +122,17 @@ def test_a_few_labels_such_as_na_are_bad_lines_and_not_the_label_1(tmp_path, cap
     assert "label: {" not in error
 
 
-@pytest.mark.parametrize("labels", ["0011", "0", "1"])
-def test_a_few_labels_2_need_a_rule_only_without_both_0_and_1(tmp_path, capsys, labels):
-    text = "".join(f"{label},a\n" for label in labels * 9) + "2,b\n"
+@pytest.mark.parametrize(
+    ("labels", "other", "rule"), [("0", 2, 2), ("1", 2, 2), ("1", -1, 1), ("0011", 2, None)]
+)
+def test_a_few_other_numbers_need_a_rule_if_0_or_1_is_missing(
+    tmp_path, capsys, labels, other, rule
+):
+    text = "".join(f"{label},a\n" for label in labels * 9) + f"{other},b\n"
     (tmp_path / "t.csv").write_text(f"y,c\n{text}")
     assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
-    assert ('label: {y: ">= 2"}' in capsys.readouterr().err) == (len(labels) == 1)
+    error = capsys.readouterr().err
+    assert f'label: {{y: ">= {rule}"}}' in error if rule else "label: {" not in error
 
 
 def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, capsys):
