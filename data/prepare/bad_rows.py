@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema, is_wrong_comparison
 from sbpflow.data.prepare.cells import EXPECTED, LABELS, NOT_A_NUMBER, NOT_A_TIME
+from sbpflow.data.prepare.csv_text import RETURNS, STRAY_RETURN
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.piece import BadLines
 from sbpflow.errors import DataError
@@ -126,6 +127,8 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     """Return advice about the schema, derived from the first bad lines."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
+    if set(bad_counts(staged)) == {STRAY_RETURN} and not any(piece.num_rows for piece in staged):
+        return [f"the {RETURNS}"]
     text = next((line for _, reason, line, _ in examples if _WRONG_NUMBER in reason), None)
     settings: list[str] = []
     if text is not None and schema.separator not in text:

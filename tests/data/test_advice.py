@@ -50,7 +50,12 @@ def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
         (
             f"click,income,city\n{ROWS}".replace("\n", "\r"),
             f"{NAMED}\nseparator: ','",
-            r"its lines end in carriage returns; convert it with `tr '\r' '\n'`",
+            r"its lines end in carriage returns; convert the file with `tr '\r' '\n'`",
+        ),
+        (
+            ROWS.replace("\n", "\r"),
+            f"{UNNAMED}\nseparator: ','",
+            r"the lines end in carriage returns; convert the file with `tr '\r' '\n'`",
         ),
         (
             f"click,income,city\n{ROWS}",
@@ -144,3 +149,9 @@ def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, 
     error = capsys.readouterr().err
     assert "n.csv:2: y is not 0 or 1: 'NA'" in error
     assert "new rows must have" not in error
+
+
+def test_a_proposed_schema_of_text_with_carriage_returns_is_refused_with_advice(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("click,income\r1,3\r0,2\r", newline="")
+    assert main(["schema", str(tmp_path / "t.csv")]) == 2
+    assert "its lines end in carriage returns; convert the file" in capsys.readouterr().err
