@@ -270,7 +270,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     try:
         value = load_yaml(text)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {brief(text)} is not a YAML value: {error}") from error
+        raise ConfigError(f"{key}: {brief(text)} is not accepted: {error}") from error
     if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
         raise ConfigError(
             f"{key}: YAML reads the # in {brief(text)} and all that follows as a comment; put "
