@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema, is_wrong_comparison
 from sbpflow.data.prepare.cells import EXPECTED, LABELS, NOT_A_NUMBER, NOT_A_TIME
+from sbpflow.data.prepare.csv_text import RETURNS, STRAY_RETURN
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.piece import BadLines
 from sbpflow.errors import DataError
@@ -126,6 +127,8 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     """Return advice about the schema, derived from the first bad lines."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
+    if set(bad_counts(staged)) == {STRAY_RETURN} and not any(piece.num_rows for piece in staged):
+        return [f"the {RETURNS}"]
     text = next((line for _, reason, line, _ in examples if _WRONG_NUMBER in reason), None)
     settings: list[str] = []
     if text is not None and schema.separator not in text:
@@ -142,11 +145,10 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         settings.append("header: true")
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
     is_header = set(others) == {schema.label}  # a repeated header has the name of the column
-    num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
-    # If most labels are 0 or 1, the others are mistakes or missing values such as NA.
-    many_others = 2 * bad_counts(staged).get(f"{schema.label} is not 0 or 1", 0) >= num_lines
-    if others and many_others and not is_header and options.like is None:
-        settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
+    if others and not is_header and options.like is None and _needs_rule(staged, schema, others):
+        # The rule for a single other label must separate it from the valid one.
+        more = [_only_label(staged)] if len(set(others)) == 1 else []
+        settings.append(f"label: {{{schema.label}: {_rule_for([*others, *filter(None, more)])}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:
         if text is None and not settings:
@@ -207,6 +209,25 @@ def _columns_of_words(
     return {name: cells for name, cells in distinct.items() if len(cells) >= _MIN_WORDS}
 
 
+def _needs_rule(staged: Sequence[StagedPiece], schema: Schema, others: Sequence[str]) -> bool:
+    """Return whether labels such as ``others`` need a label rule. They are mistakes or missing
+    values, such as NA, if most labels are 0 or 1, unless they are numbers and only 0 or only 1
+    occurs with them, as in a column of 1 and 2.
+    """
+    num_others = bad_counts(staged).get(f"{schema.label} is not 0 or 1", 0)
+    num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
+    if not num_others or 2 * num_others >= num_lines:
+        return num_others > 0
+    return bool(_only_label(staged)) and all(re.fullmatch(NUMBER, cell) for cell in others)
+
+
+def _only_label(staged: Sequence[StagedPiece]) -> str:
+    """Return the label, 0 or 1, of all good rows, or "" if there are several labels or no rows."""
+    num_rows = sum(piece.num_rows for piece in staged)
+    positives = sum(piece.num_positives for piece in staged)
+    return {0: "0", num_rows: "1"}.get(positives, "") if num_rows else ""
+
+
 def _rule_for(cells: Sequence[str]) -> str:
     """Return a label rule that separates ``cells``: for numbers, a comparison with the median of
     the distinct values; otherwise, the first cell as the value that means 1.
@@ -225,10 +246,11 @@ def _cell_advice(example: tuple[int, str, str, str], schema: Schema) -> str:
     if not rule or not cell or cell == name:  # the name of a column is from a repeated header
         return ""
     if rule != NOT_A_TIME and not re.search("[0-9]", cell):
-        return (
-            f"column {name}: if {cell!r} stands for a missing value, add "
-            f"`missing_values: [{json.dumps(cell)}]`"
+        missing = (
+            f"if {cell!r} stands for a missing value, add `missing_values: [{json.dumps(cell)}]`"
         )
+        fix = f"{_FIXES[rule]}; or, " if rule == _NOT_HEX else ""
+        return f"column {name}: {fix}{missing}"
     if rule == NOT_A_NUMBER and re.fullmatch(NUMBER, cell.replace(",", ".", 1)):
         if name == schema.label:
             return f"{name}: labels must have a decimal point; replace the commas in this column"

@@ -17,7 +17,12 @@ import polars as pl
 from sbpflow.data.engine import Engine
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import CHECK, SPLIT_COLUMN
-from sbpflow.data.format.vocabulary import Vocabulary, read_vocabulary, vocabulary_files
+from sbpflow.data.format.vocabulary import (
+    Vocabulary,
+    fetch_vocabularies,
+    read_vocabulary,
+    vocabulary_files,
+)
 from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.distinct import (
     COUNTS_KEYS,
@@ -159,6 +164,7 @@ def _parents_folder(like: Manifest, work: Path, engine: Engine) -> Path:
     """Return a folder with the vocabularies of ``like`` that all workers can read. The files of a
     set at a URL are in the cache of this host, so they are copied to ``work`` for other processes.
     """
+    fetch_vocabularies(like)  # other processes may have removed files from the full cache
     if like.cache is None or engine.shares_memory:
         return like.path.absolute()
     folder = work / "like"

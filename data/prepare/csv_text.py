@@ -22,6 +22,9 @@ from sbpflow.serving.cells import cell_pattern
 
 _MAX_LINES = 1000
 """Maximum number of lines in a record"""
+STRAY_RETURN = "stray carriage return"
+RETURNS = "lines end in carriage returns; convert the file with `tr '\\r' '\\n'`"
+"""Advice for text without newlines"""
 
 
 def split_cells(line: str, schema: Schema) -> list[str]:
@@ -198,7 +201,7 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
     # here, a carriage return before a newline can only be inside quotes
     if "\r" in record.replace("\r\n", ""):
-        return "stray carriage return"
+        return STRAY_RETURN
     if schema.quote is None or schema.quote not in record:
         num_cells = record.count(schema.separator) + 1
         return None if num_cells == num_columns else f"{num_cells} fields instead of {num_columns}"

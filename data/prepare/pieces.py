@@ -14,7 +14,7 @@ from typing import IO
 import polars as pl
 
 from sbpflow.data.format.schema import CSV_SEPARATORS, SEPARATORS, Schema
-from sbpflow.data.prepare.csv_text import count_byte, split_cells
+from sbpflow.data.prepare.csv_text import RETURNS, count_byte, split_cells
 from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, open_text, read_line
 from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
@@ -110,7 +110,7 @@ def _how_to_find(
     rows.
     """
     if is_text and any("\r" in other for other in columns):
-        return "its lines end in carriage returns; convert it with `tr '\\r' '\\n'`"
+        return f"its {RETURNS}"
     near = get_close_matches(name, [other for other in columns if other not in schema.used], 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"

@@ -9,7 +9,13 @@ import polars as pl
 
 from sbpflow.data.format.schema import CRITEO, CSV_SEPARATORS, SEPARATORS, Kind, Schema
 from sbpflow.data.prepare.cells import REAL_PATTERN
-from sbpflow.data.prepare.csv_text import is_utf8, read_records, split_cells, split_record
+from sbpflow.data.prepare.csv_text import (
+    RETURNS,
+    is_utf8,
+    read_records,
+    split_cells,
+    split_record,
+)
 from sbpflow.data.prepare.piece import BadLines
 from sbpflow.data.prepare.source import Input, open_text
 from sbpflow.data.prepare.tables import plain_types, table_columns, table_head
@@ -233,7 +239,9 @@ def _cells(
             f"{source.path}: the header contains {twice[0]!r} twice; rename one of the columns"
         )
     if not body:
-        raise DataError(f"{source.path} has no rows after the line of column names")
+        problem = "has no rows after the line of column names"
+        advice = f"; its {RETURNS}" if any("\r" in name for name in names) else ""
+        raise DataError(f"{source.path} {problem}{advice}")
     is_quoted = quote is not None and b'"' in body
     if is_quoted and is_cut:
         body = _whole_records(body)

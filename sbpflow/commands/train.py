@@ -112,6 +112,7 @@ def train_config(
     from sbpflow.run.saved.checkpoints import lock_given_folder
     from sbpflow.run.saved.saved_model import saved_plan
     from sbpflow.runtime.ranks.rendezvous import device_type_of
+    from sbpflow.training.dense_part import has_batch_norm
     from sbpflow.training.trackers import check_trackers
 
     manifest = load_manifest(data_path(config), cache=config.data.cache)
@@ -157,13 +158,12 @@ def train_config(
         saved = saved_plan(open_checkpoint(newest), plan, request) if newest else None
         plan = saved or with_measured_kernels(plan, request, boxing)
         job = build_job(config, spec, plan, boxing)
-        norms = any(name.endswith("running_mean") for name in job.model.buffers)
-        check_rows(config, manifest.splits, batch_norm=norms)
+        check_rows(config, manifest.splits, batch_norm=has_batch_norm(job.model))
         start = resume.load(decision, job, data, boxing)
         start = resume.at_cursor(start, config, loaders["train"])
         if start.cursor is not None:  # the batch size may differ from that of the checkpoint
             left = manifest.splits["train"] - int(start.cursor["cursor"])
-            check_rows(config, {"train": left}, batch_norm=norms)
+            check_rows(config, {"train": left}, batch_norm=has_batch_norm(job.model))
         run = resume.Resumed(decision, start, data)
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -57,7 +58,8 @@ def config_of(
     """
     own: dict[str, Any] = plain(tree)
     _apply_all(own, overrides)
-    return build(Config, own, {"model": _with_own(models, own.get("model"))})
+    known = _with_own(models, own.get("model"))
+    return build(Config, own, {"model": known}, partial(_split_key, tree=own))
 
 
 def config_from_tree(
@@ -268,11 +270,11 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     try:
         value = load_yaml(text)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {brief(text)} is not a YAML value: {error}") from error
+        raise ConfigError(f"{key}: {brief(text)} is not accepted: {error}") from error
     if "#" in text and (value is None or (isinstance(value, str) and "#" not in value)):
         raise ConfigError(
-            f"{key}: YAML ignores a # after a space and the rest of {brief(text)}; put quotes "
-            f"within the value, as in '{key}=\"name #3\"'"
+            f"{key}: YAML reads the # in {brief(text)} and all that follows as a comment; put "
+            f"quotes around the value, as in '{key}=\"name #3\"'"
         )
     path = _split_key(key.strip(), tree)
     node = tree

@@ -66,12 +66,18 @@ class MaxEntries:
     count: int
 
 
-def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
+def build(
+    cls: type[C],
+    tree: object,
+    choices: Choices = MappingProxyType({}),
+    split: Callable[[str], list[str]] = lambda key: key.split("."),
+) -> C:
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
     For fields of ``cls`` whose key ``name`` selects a dataclass, ``choices`` maps each value of
-    ``name`` to its dataclass. The first value is the default. Raises ConfigError.
+    ``name`` to its dataclass. The first value is the default. ``split`` splits dotted keys, for the
+    message about a key with dots. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -79,7 +85,7 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
         all_keys = _all_keys(cls, "")
         for name, kinds in choices.items():
             all_keys += [key for kind in kinds.values() for key in _all_keys(kind, name)]
-        raise ConfigError(error.message(all_keys)) from None
+        raise ConfigError(error.message(all_keys, split)) from None
 
 
 class _UnknownKeyError(ConfigError):
@@ -87,7 +93,7 @@ class _UnknownKeyError(ConfigError):
         super().__init__(_join(group, name))
         self.group, self.name, self.siblings, self.value = group, name, siblings, value
 
-    def message(self, all_keys: list[str]) -> str:
+    def message(self, all_keys: list[str], split: Callable[[str], list[str]]) -> str:
         """Return a message with the new name of a renamed key, with the groups of a key with dots,
         or with similar keys: those of the same group or, failing that, of other groups.
         """
@@ -96,10 +102,11 @@ class _UnknownKeyError(ConfigError):
             return f"{key} was renamed to {current}; write {_join(group, current)}"
         if "." in name and name.partition(".")[0] in self.siblings:
             nested = _head(self.value)
-            for part in reversed(name.split(".")):
+            for part in reversed(split(key)[len(split(group)) if group else 0 :]):
                 nested = {part: nested}
             return (
-                f"{key}: a key must not contain dots; nest the groups (for example, {show(nested)})"
+                f"{key}: a key must not contain dots; nest the groups (for example, "
+                f"{_shown(nested)})"
             )
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
@@ -370,10 +377,7 @@ def _kind_name(kind: Any) -> str:
 
 
 def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn:
-    try:
-        given = "nothing" if value is None else f"{show(_head(value))} ({type(value).__name__})"
-    except yaml.representer.RepresenterError:  # an object, given in Python
-        given = f"{brief(value)} ({type(value).__name__})"
+    given = "nothing" if value is None else f"{_shown(_head(value))} ({type(value).__name__})"
     raise ConfigError(f"{key or 'config'}: {given} is not {expected}{_eg(key, example)}")
 
 
@@ -457,6 +461,14 @@ def show(value: object) -> str:
     """Return ``value`` as one line of YAML."""
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("...\n").strip()
+
+
+def _shown(value: object) -> str:
+    """Return ``value`` as one line of YAML or, if it contains an object, as its ``repr``."""
+    try:
+        return show(value)
+    except yaml.representer.RepresenterError:  # an object, given in Python
+        return brief(value)
 
 
 def brief(value: object) -> str:

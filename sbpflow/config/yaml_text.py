@@ -125,7 +125,8 @@ class _Loader(yaml.SafeLoader):
         if _MISLEADING.fullmatch(node.value):
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {value}; "
-                f'write {value}, or, for text, "{node.value}" in quotes'
+                "write numbers without leading zeros and colons, and text in quotes, as in "
+                f'"{node.value}"'
             )
         return value
 

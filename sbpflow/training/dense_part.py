@@ -46,3 +46,8 @@ class DensePart(Protocol):
         batch.
         """
         ...
+
+
+def has_batch_norm(part: DensePart) -> bool:
+    """Return whether the dense part contains batch norm, which rejects batches of one row."""
+    return any(name.endswith("running_mean") for name in getattr(part, "buffers", ()))

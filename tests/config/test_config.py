@@ -200,8 +200,10 @@ MISTAKES = {
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
     "run.seed": ["'run.seed' is not a setting; write key=value", "run.seed=7"],
     "checkpoint.dir=": ["checkpoint.dir= has no value", "or null to unset an optional key"],
-    "run.dir=runs/a #3": ["run.dir: YAML ignores a # after", "'run.dir=\"name #3\"'"],
-    "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
+    "run.dir=runs/a #3": ["YAML reads the # in 'runs/a #3' and all", "'run.dir=\"name #3\"'"],
+    "run.dir=#3": ["YAML reads the # in '#3' and all that follows as a comment"],
+    "run.seed=[1": ["run.seed: '[1' is not accepted: not YAML"],
+    "run.seed=010": ["run.seed: '010' is not accepted: line 1: YAML reads 010 as the number 8"],
     "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp is not given", "S(0)"],
     "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0), or S(1)"],
     "parallel.tables.deep.C1.sbp=S(2)": ["deep.C1.sbp: S(2)", "B, S(0), or S(1)"],
@@ -248,6 +250,16 @@ def test_a_key_with_dots_in_a_file_is_shown_nested(load):
     message = refused(load, text="train: {stop.patience: 3}\n")
     assert message.startswith("train.stop.patience: a key must not contain dots")
     assert message.endswith("{stop: {patience: 3}})")
+    message = refused(load, text="parallel.tables.deep.C1.sbp: S(0)\n")
+    assert message.endswith("{parallel: {tables: {deep.C1: {sbp: S(0)}}}})")
+    message = refused(load, text="parallel: {tables.*.C1: {sbp: B}}\n")
+    assert message.endswith("{tables: {'*.C1': {sbp: B}}})")
+    message = refused(load, text="model: {fields: {a.b: {evict.max_rows: 70000}}}\n")
+    assert message.endswith("{evict: {max_rows: 70000}})")
+    with pytest.raises(
+        ConfigError, match=r"must not contain dots; .* \{.train.: .*Fraction\(1, 2\)"
+    ):
+        config_of({"train.epochs": Fraction(1, 2)}, models=MODELS)
     message = refused(load, text="trian.epochs: 3\n")
     assert "trian.epochs: unknown key; did you mean train.epochs? the top level has" in message
 

@@ -50,7 +50,12 @@ def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
         (
             f"click,income,city\n{ROWS}".replace("\n", "\r"),
             f"{NAMED}\nseparator: ','",
-            r"its lines end in carriage returns; convert it with `tr '\r' '\n'`",
+            r"its lines end in carriage returns; convert the file with `tr '\r' '\n'`",
+        ),
+        (
+            ROWS.replace("\n", "\r"),
+            f"{UNNAMED}\nseparator: ','",
+            r"the lines end in carriage returns; convert the file with `tr '\r' '\n'`",
         ),
         (
             f"click,income,city\n{ROWS}",
@@ -93,7 +98,11 @@ def test_a_row_that_no_key_would_fix_gets_no_advice(tmp_path):
 
 @pytest.mark.parametrize(
     ("cells", "advice"),
-    [("123", "u: write the kind of the column under sparse, as in"), ("abc", "use kind string")],
+    [
+        ("123", "u: write the kind of the column under sparse, as in"),
+        ("abc", "use kind string"),
+        ("aba", "column u: write the kind of the column under sparse, as in"),
+    ],
 )
 def test_the_advice_for_a_column_without_a_kind_names_kinds(tmp_path, capsys, cells, advice):
     rows = "".join(f"{number % 2},{cells[number % 3]}\n" for number in range(9))
@@ -118,6 +127,19 @@ def test_a_few_labels_such_as_na_are_bad_lines_and_not_the_label_1(tmp_path, cap
     assert "label: {" not in error
 
 
+@pytest.mark.parametrize(
+    ("labels", "other", "rule"), [("0", 2, 2), ("1", 2, 2), ("1", -1, 1), ("0011", 2, None)]
+)
+def test_a_few_other_numbers_need_a_rule_if_0_or_1_is_missing(
+    tmp_path, capsys, labels, other, rule
+):
+    text = "".join(f"{label},a\n" for label in labels * 9) + f"{other},b\n"
+    (tmp_path / "t.csv").write_text(f"y,c\n{text}")
+    assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 2
+    error = capsys.readouterr().err
+    assert f'label: {{y: ">= {rule}"}}' in error if rule else "label: {" not in error
+
+
 def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, capsys):
     (tmp_path / "t.csv").write_text("y,c\n" + "0,a\n1,b\n" * 5)
     assert run(tmp_path, HEAD + "label: y\nsparse: {c: string}\n", tmp_path / "t.csv") == 0
@@ -127,3 +149,9 @@ def test_bad_labels_of_new_rows_are_no_reason_to_change_their_columns(tmp_path, 
     error = capsys.readouterr().err
     assert "n.csv:2: y is not 0 or 1: 'NA'" in error
     assert "new rows must have" not in error
+
+
+def test_a_proposed_schema_of_text_with_carriage_returns_is_refused_with_advice(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("click,income\r1,3\r0,2\r", newline="")
+    assert main(["schema", str(tmp_path / "t.csv")]) == 2
+    assert "its lines end in carriage returns; convert the file" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from sbpflow.data.engine import Engine
 from sbpflow.data.format.manifest_check import SET_FILE
 from sbpflow.data.prepare import workspace
 from sbpflow.data.prepare.source import find_inputs, read_piece
+from sbpflow.data.prepare.stage import stage_inputs
 from sbpflow.runtime.files import remote_path
 from sbpflow.runtime.files.remote_path import RemotePath, any_path
 from tests.data.rows import run_prepare, text_rows, write_rows
@@ -238,6 +239,25 @@ def test_a_file_that_changes_while_it_is_read_is_reported(s3, inputs, tmp_path, 
     words = ["prepare", "--input", str(IN), "--output", str(tmp_path / "set")]
     assert main(words) == 2
     assert "day_3.tsv changed while it was read" in capsys.readouterr().err
+
+
+def test_vocabularies_that_the_full_cache_has_dropped_are_downloaded_again(
+    cache, tmp_path, monkeypatch
+):
+    rows, dropped = write_rows(tmp_path / "rows.tsv", text_rows(60)), []
+    url = "memory://full/set"
+
+    def after_a_long_time(*arguments):
+        dropped.extend((cache / "sets").rglob("*keys*"))
+        for file in dropped:
+            file.unlink()
+        return stage_inputs(*arguments)
+
+    assert main(["prepare", "--input", str(rows), "--output", url]) == 0
+    monkeypatch.setattr("sbpflow.data.prepare.prepare.stage_inputs", after_a_long_time)
+    words = ["prepare", "--input", str(rows), "--like", url, "--output", str(tmp_path / "set")]
+    assert main(words) == 0
+    assert dropped
 
 
 def test_workers_do_not_read_the_cache_of_the_command(cache, tmp_path, monkeypatch):

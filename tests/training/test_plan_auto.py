@@ -259,12 +259,8 @@ def test_a_run_has_the_links_of_its_own_hosts(
     """The profile is of two hosts with ``measured`` ranks each, which share 0.02 GB/s."""
     monkeypatch.setattr("sbpflow.planner.clusters.os.cpu_count", lambda: 8)
     file, size = tmp_path / "hosts.yaml", sum(map(len, hosts))
-    link = Link(
-        ranks_per_node=measured,
-        ranks_per_link=measured,
-        within_gb_per_s=2.0,
-        between_gb_per_s=0.02 / measured,
-    )
+    rates = {"within_gb_per_s": 2.0, "between_gb_per_s": 0.02 / measured}
+    link = Link(ranks_per_node=measured, ranks_per_link=measured, **rates)
     prices = Profile(work_ms={"always": 0.1}, link=link, world_size=2 * measured, backend="gloo")
     file.write_text(f"hosts: {hosts}")
     _, _, run = plan_with(prices, synth_set, [f"parallel.topology={file}"], size)

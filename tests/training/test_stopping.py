@@ -242,6 +242,10 @@ def test_impossible_settings_for_the_data_are_refused_at_the_start():
     # The plan, which a run makes first, must not fail with another message.
     normed = replace(single, model=replace(single.model, norm="batch"))
     plan_run(normed, FIELDS, world_size=1, device_type="cpu")
+    split = replace(single, parallel=replace(single.parallel, dense={"*": "S(0)"}))
+    _, plan = plan_run(split, FIELDS, world_size=1, device_type="cpu")
+    sizes = {c.key[0]: c.key[3] for c in plan.dense_conversions}
+    assert sizes["mlp.1.0/fwd"][0] == 1
 
 
 def test_a_plateau_reaches_the_optimizers(ranks):

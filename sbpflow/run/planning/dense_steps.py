@@ -19,6 +19,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, balanced_sizes
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.dense_part import has_batch_norm
 from sbpflow.training.losses import PLAIN, row_losses
 
 # Up to these numbers, a pass on the CPU takes less time than importing torch's compiler, which is
@@ -41,10 +42,12 @@ def dense_steps(
     for a global batch of ``batch_size`` rows. Also return the conversions that the forward pass and
     the row losses request, each with its adjoint.
     """
-    batch_size = max(batch_size, 2)  # batch norm rejects one row, but ``check_rows`` says why
-    sizes = balanced_sizes(batch_size, world.size)
-    boxing = DryBoxing(world.size, device=_device(spec, fields, world, sizes[0]))
+    most_rows = balanced_sizes(batch_size, world.size)[0]
+    boxing = DryBoxing(world.size, device=_device(spec, fields, world, most_rows))
     part = spec.build(layouts, boxing, seed=0, dtype=dtype)
+    if has_batch_norm(part):
+        batch_size = max(batch_size, 2)  # ``check_rows`` refuses one row with a better message
+    sizes = balanced_sizes(batch_size, world.size)
     home = Layout(world, (Split(0),))
 
     def rows(width: int) -> GlobalTensor:
