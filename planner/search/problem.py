@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from sbpflow.costs.counts import Ints, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import PHASES, shared
 from sbpflow.errors import PlanError
+
+if TYPE_CHECKING:  # that module uses the engine
+    from sbpflow.planner.task import Shape
 
 TIMES = ("work", *PHASES)  # the times in a load, in ms
 BYTES = len(TIMES)  # index of the bytes in a load
@@ -38,7 +41,7 @@ class Option:
     (see ``Problem.first_join``).
     """
 
-    shape: Any
+    shape: "Shape"
     shards: Floats  # [S, 5]
     home: Floats  # [5]
     keys: Callable[[tuple[int, ...]], tuple[Key, ...]]
