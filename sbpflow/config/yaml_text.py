@@ -123,12 +123,23 @@ class _Loader(yaml.SafeLoader):
             )
         value = super().construct_yaml_int(node)
         if _MISLEADING.fullmatch(node.value):
-            raise ConfigError(
-                f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {value}; "
-                "write numbers without leading zeros and colons, and text in quotes, as in "
-                f'"{node.value}"'
-            )
+            raise _misread(node, value)
+        return value
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """Refuse 12:30.5, which YAML 1.1 reads as 750.5."""
+        value = super().construct_yaml_float(node)
+        if ":" in node.value:
+            raise _misread(node, value)
         return value
 
 
+def _misread(node: yaml.ScalarNode, value: float) -> ConfigError:
+    return ConfigError(
+        f"line {node.start_mark.line + 1}: YAML reads {node.value} as the number {value}; write "
+        f'numbers without leading zeros and colons, and text in quotes, as in "{node.value}"'
+    )
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)

@@ -177,8 +177,10 @@ def test_files_are_read_like_overrides(value, tmp_path):
         read_schema(file)
 
 
-@pytest.mark.parametrize("text", ["010", "-010", "00", "0_7", "12:30", "{010: 1}", "[1, 01]"])
-def test_octal_and_base_60_integers_are_refused(text):
+@pytest.mark.parametrize(
+    "text", ["010", "-010", "00", "0_7", "12:30", "12:30.5", "{010: 1}", "[1, 01]"]
+)
+def test_octal_and_base_60_numbers_are_refused(text):
     with pytest.raises(ConfigError, match=r"line 1: YAML reads .* as the number .* in quotes, as"):
         load_yaml(text)
 
