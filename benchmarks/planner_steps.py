@@ -159,7 +159,12 @@ def predicted_elsewhere(
 
 
 def measured_cases(
-    cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
+    cases: Sequence[Case],
+    size: int,
+    link: str | None,
+    words: Sequence[str],
+    *,
+    equal_cores: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the workers' times for each case, with plans in the order of ``Case.distinct``."""
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +175,9 @@ def measured_cases(
         ]
         tasks_file.write_text(json.dumps(tasks))
         files = ["--tasks", str(tasks_file), "--output", str(times_file)]
-        start_ranks("benchmarks.planner_worker", size, [*files, *words], link=link)
+        words = [*files, *words]
+        worker = "benchmarks.planner_worker"
+        start_ranks(worker, size, words, link=link, equal_cores=equal_cores)
         return json.loads(times_file.read_text())
 
 
