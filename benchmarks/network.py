@@ -1,9 +1,7 @@
 """Starts a benchmark's ranks on loopback or in two network namespaces joined by a slower link.
 
 The namespaces act as hosts on one machine and need root and the commands ip and tc. A link slower
-than loopback makes waits for the network visible. If there are more ranks than cores, a control
-group per rank can limit it to an equal share of the cores; then a rank cannot use the time in which
-others wait, as if each had its own processor.
+than loopback makes waits for the network visible.
 """
 
 import os
@@ -12,15 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # names unique to this process
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "wire"
 BURST_S, LEAST_BURST = 0.002, 1 << 16
-CGROUPS = Path("/sys/fs/cgroup")
-CPU_PERIOD_US = 8000  # with shorter periods, contended ranks got less than their share
 # TCP uses cubic, Linux's default, even if the machine's default differs.
 _CUBIC = f"ip route replace 10.77.0.0/24 dev {INTERFACE} congctl cubic".split()
 
@@ -109,40 +105,6 @@ def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-@contextmanager
-def equal_shares(world_size: int) -> Iterator[list[list[str]]]:
-    """Yield, for each rank, a command prefix that limits a command to an equal share of the cores;
-    the prefixes are empty if there are enough cores.
-    """
-    cores = len(os.sched_getaffinity(0))
-    if world_size <= cores:
-        yield [[]] * world_size
-        return
-    quota_us = CPU_PERIOD_US * cores // world_size
-    second = (CGROUPS / "cgroup.controllers").exists()
-    root = CGROUPS if second else CGROUPS / "cpu"
-    limits = {"cpu.cfs_period_us": str(CPU_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
-    if second:
-        limits = {"cpu.max": f"{quota_us} {CPU_PERIOD_US}"}
-    groups = [root / f"sbp{os.getpid()}-rank{rank}" for rank in range(world_size)]
-    try:
-        try:
-            if second:
-                (root / "cgroup.subtree_control").write_text("+cpu")
-            for group in groups:
-                group.mkdir()
-                for name, value in limits.items():
-                    (group / name).write_text(value)
-        except OSError as error:
-            raise SystemExit(f"{error}; limiting the ranks' processor time needs root") from error
-        join = 'echo $$ > "$0" && exec "$@"'
-        yield [["sh", "-c", join, str(group / "cgroup.procs")] for group in groups]
-    finally:
-        for group in groups:
-            if group.is_dir():
-                group.rmdir()
-
-
 def start_ranks(
     module: str,
     world_size: int,
@@ -150,60 +112,68 @@ def start_ranks(
     *,
     link: str | None,
     folder: Path | None = None,
-    equal_cores: bool = False,
+    own_cores: bool = False,
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
 
     If ``link`` is a rate or two (``sending_rates``), each half of the ranks runs in a namespace.
     ``folder`` is the checkout that contains the module; the default is the current folder. With
-    ``equal_cores``, each rank gets an equal share of the cores (``equal_shares``).
+    ``own_cores``, the namespaces use different cores, so that the ranks of one host cannot use the
+    time in which those of the other wait.
     """
-    if link is not None and world_size % len(HOSTS):
+    if link is None:
+        code = _run_ranks(module, world_size, words, "127.0.0.1", [[]], {}, folder)
+    elif world_size % len(HOSTS):
         raise SystemExit(
             f"--link divides the ranks over {len(HOSTS)} hosts; use an even number of ranks"
         )
-    with ExitStack() as stack:
-        shares = [[]] * world_size
-        if equal_cores:
-            shares = stack.enter_context(equal_shares(world_size))
-        hosts, address, environment = [[]], "127.0.0.1", {}
-        if link is not None:
-            hosts, address = stack.enter_context(two_hosts(link)), ADDRESSES[0]
-            environment = {"GLOO_SOCKET_IFNAME": INTERFACE}
-        each = world_size // len(hosts)
-        prefixes = [[*shares[rank], *hosts[rank // each]] for rank in range(world_size)]
-        command = [sys.executable, "-m", module, "--worker", *words]
-        code = _run_ranks(command, prefixes, each, address, environment, folder)
+    else:
+        interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
+        with two_hosts(link) as prefixes:
+            if own_cores:
+                prefixes = [
+                    [*_on_cores(number), *prefix] for number, prefix in enumerate(prefixes)
+                ]
+            code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface, folder)
     if code:
         raise SystemExit(f"a rank ended with status {code}")
 
 
+def _on_cores(host: int) -> list[str]:
+    """Return a command prefix that runs a command on a host's share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // len(HOSTS)
+    if not each:
+        raise SystemExit(f"--link with separate cores needs {len(HOSTS)} cores, got {len(cores)}")
+    return ["taskset", "-c", ",".join(map(str, cores[host * each : (host + 1) * each]))]
+
+
 def _run_ranks(
-    command: list[str],
-    prefixes: list[list[str]],
-    ranks_per_host: int,
+    module: str,
+    world_size: int,
+    words: Sequence[str],
     address: str,
+    prefixes: list[list[str]],
     environment: dict[str, str],
     folder: Path | None,
 ) -> int:
-    """Run ``command`` on every rank after the rank's prefix; return the first nonzero exit status,
-    or 0.
-    """
+    """Return the first nonzero exit status, or 0; each of ``prefixes`` runs a command on a host."""
+    each = world_size // len(prefixes)
     shared = os.environ | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(len(prefixes)),
-        "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(each),
         "OMP_NUM_THREADS": "1",
         **environment,
     }
     ranks = [
         subprocess.Popen(
-            [*prefix, *command],
+            [*prefixes[rank // each], sys.executable, "-m", module, "--worker", *words],
             cwd=folder,
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_host)},
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % each)},
         )
-        for rank, prefix in enumerate(prefixes)
+        for rank in range(world_size)
     ]
     return next((code for code in [process.wait() for process in ranks] if code), 0)
 

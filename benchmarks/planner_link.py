@@ -1,5 +1,4 @@
-"""Calibrates the planner over a link of a given rate between two network namespaces, or on
-loopback; each rank is limited to an equal share of the cores.
+"""Calibrates the planner over a link of a given rate between two network namespaces.
 
     python -m benchmarks.planner_link --link 1gbit --output FILE [--ranks 4] [--rounds 2]
 
@@ -16,7 +15,7 @@ from sbpflow.planner.__main__ import calibrate
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--link", default="1gbit", help="a rate in tc's notation, or loopback")
+    parser.add_argument("--link", default="1gbit", help="a rate in tc's notation")
     parser.add_argument("--ranks", type=int, default=2, help="half of the ranks on each host")
     parser.add_argument("--output", required=True)
     parser.add_argument("--seconds", type=float, default=270.0)
@@ -27,8 +26,7 @@ def main() -> None:
     words += ["--rounds", str(args.rounds)]
     if args.worker:
         sys.exit(calibrate(words))
-    link = None if args.link == "loopback" else args.link
-    start_ranks("benchmarks.planner_link", args.ranks, words, link=link, equal_cores=True)
+    start_ranks("benchmarks.planner_link", args.ranks, words, link=args.link, own_cores=True)
 
 
 if __name__ == "__main__":

@@ -159,12 +159,7 @@ def predicted_elsewhere(
 
 
 def measured_cases(
-    cases: Sequence[Case],
-    size: int,
-    link: str | None,
-    words: Sequence[str],
-    *,
-    equal_cores: bool = False,
+    cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return the workers' times for each case, with plans in the order of ``Case.distinct``."""
     with tempfile.TemporaryDirectory() as folder:
@@ -176,8 +171,7 @@ def measured_cases(
         tasks_file.write_text(json.dumps(tasks))
         files = ["--tasks", str(tasks_file), "--output", str(times_file)]
         words = [*files, *words]
-        worker = "benchmarks.planner_worker"
-        start_ranks(worker, size, words, link=link, equal_cores=equal_cores)
+        start_ranks("benchmarks.planner_worker", size, words, link=link, own_cores=True)
         return json.loads(times_file.read_text())
 
 
