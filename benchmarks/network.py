@@ -131,9 +131,7 @@ def start_ranks(
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
         with two_hosts(link) as prefixes:
             if own_cores:
-                prefixes = [
-                    [*_on_cores(number), *prefix] for number, prefix in enumerate(prefixes)
-                ]
+                prefixes = [[*_on_cores(number), *prefix] for number, prefix in enumerate(prefixes)]
             code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface, folder)
     if code:
         raise SystemExit(f"a rank ended with status {code}")
