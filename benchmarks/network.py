@@ -112,14 +112,11 @@ def start_ranks(
     *,
     link: str | None,
     folder: Path | None = None,
-    own_cores: bool = False,
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
 
     If ``link`` is a rate or two (``sending_rates``), each half of the ranks runs in a namespace.
-    ``folder`` is the checkout that contains the module; the default is the current folder. With
-    ``own_cores``, the namespaces use different cores, so that the ranks of one host cannot use the
-    time in which those of the other wait.
+    ``folder`` is the checkout that contains the module; the default is the current folder.
     """
     if link is None:
         code = _run_ranks(module, world_size, words, "127.0.0.1", [[]], {}, folder)
@@ -130,20 +127,9 @@ def start_ranks(
     else:
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
         with two_hosts(link) as prefixes:
-            if own_cores:
-                prefixes = [[*_on_cores(number), *prefix] for number, prefix in enumerate(prefixes)]
             code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface, folder)
     if code:
         raise SystemExit(f"a rank ended with status {code}")
-
-
-def _on_cores(host: int) -> list[str]:
-    """Return a command prefix that runs a command on a host's share of the cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // len(HOSTS)
-    if not each:
-        raise SystemExit(f"--link with separate cores needs {len(HOSTS)} cores, got {len(cores)}")
-    return ["taskset", "-c", ",".join(map(str, cores[host * each : (host + 1) * each]))]
 
 
 def _run_ranks(

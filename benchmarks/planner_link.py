@@ -26,7 +26,7 @@ def main() -> None:
     words += ["--rounds", str(args.rounds)]
     if args.worker:
         sys.exit(calibrate(words))
-    start_ranks("benchmarks.planner_link", args.ranks, words, link=args.link, own_cores=True)
+    start_ranks("benchmarks.planner_link", args.ranks, words, link=args.link)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m benchmarks.planner_link --link 1gbit --ranks 4 --output PROFILE
     python -m benchmarks.planner_regimes --link 1gbit --profile PROFILE --journal FILE
 
-The hosts are network namespaces with two ranks each, on different cores. A third of the tasks have
-no memory limit, a third have equal limits, and in the last third, the ranks on the second host have
-half as much memory as the others. In half of the tasks with limits, one table is too large for any
-rank. Plans that do not fit are counted and not measured. The plans of a task run alternately
+The hosts are network namespaces with two ranks each. A third of the tasks have no memory limit, a
+third have equal limits, and in the last third, the ranks on the second host have half as much
+memory as the others. In half of the tasks with limits, one table is too large for any rank. Plans
+that do not fit are counted and not measured. The plans of a task run alternately
 (``planner_worker.py``). Finished tasks are kept in the journal, so the benchmark continues where it
 stopped. With ``--link 1gbit,250mbit``, the first host sends at 1 Gbit/s, and the second at 250
 Mbit/s. With ``--link loopback``, all ranks are on one host; the profile then comes from ``sbpflow

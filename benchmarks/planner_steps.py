@@ -170,8 +170,7 @@ def measured_cases(
         ]
         tasks_file.write_text(json.dumps(tasks))
         files = ["--tasks", str(tasks_file), "--output", str(times_file)]
-        words = [*files, *words]
-        start_ranks("benchmarks.planner_worker", size, words, link=link, own_cores=True)
+        start_ranks("benchmarks.planner_worker", size, [*files, *words], link=link)
         return json.loads(times_file.read_text())
 
 
