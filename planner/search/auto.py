@@ -61,7 +61,7 @@ def search(
     ``given`` contains additional plans to start from, by name. ``insertions`` limits local search.
     """
     if insertions is None:  # a few seconds for 200 tables x 16 ranks on one core
-        insertions = max(800, min(4000, 40 * problem.num_tables + 32 * problem.num_ranks))
+        insertions = max(2000, min(4000, 40 * problem.num_tables + 32 * problem.num_ranks))
     plans = dict(given or {})
     inserter = Inserter(problem)
     plans |= greedy(inserter)
