@@ -40,6 +40,7 @@ def prepared_set(
                 key = "prepare" if schema is None else "schema"
                 raise ConfigError(f"{key}: {path} is already prepared; omit {key}")
             return path
+    _check_schema(schema)
     _check_options(options, splits=isinstance(data, Mapping))
     words, split = ["prepare", "--output", str(folder / "set"), "--input"], list[str]()
     if isinstance(data, Mapping):
@@ -70,6 +71,14 @@ def prepared_set(
             refuse_guess(args.input, _NEEDS_SCHEMA)
         manifest: Manifest = args.run(args)
     return manifest.path
+
+
+def _check_schema(schema: object) -> None:
+    if not isinstance(schema, str | Path | Mapping | None):
+        raise ConfigError(
+            f"schema: a value of type {type(schema).__name__} is not a schema; give a YAML file, "
+            'its content as a mapping, or "auto"'
+        )
 
 
 def _check_options(options: Mapping[str, object], *, splits: bool) -> None:

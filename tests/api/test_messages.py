@@ -26,6 +26,8 @@ def test_mistakes_are_explained_for_python(tmp_path):
     mixed = rows(100).assign(city=["a", 1] * 50)
     with pytest.raises(DataError, match=r"^data cannot be read as a table: column 'city': "):
         sbpflow.fit(CONFIG, **{**given, "data": mixed}, schema=SCHEMA)
+    with pytest.raises(ConfigError, match=r"^schema: a value of type list .* as a mapping, or "):
+        sbpflow.fit(CONFIG, schema=[SCHEMA], **given)
     with pytest.raises(ConfigError) as caught:
         sbpflow.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")
