@@ -363,6 +363,7 @@ def _score(
     """Score a labeled set with a bundle, and print the scores."""
     from sbpflow.data import open_loader
     from sbpflow.run.export.export import score_bundle
+    from sbpflow.training.report import describe_evaluation
 
     loader = open_loader(
         manifest,
@@ -374,6 +375,5 @@ def _score(
     )
     result = score_bundle(bundle, loader.epoch(0))
     loader.close()
-    scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
-    print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {manifest.origin})")
+    print(f"rows {rows}: {describe_evaluation(result)} ({split} of {manifest.origin})")
     return {"auc": result.auc, "logloss": result.logloss}
