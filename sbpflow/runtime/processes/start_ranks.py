@@ -48,6 +48,7 @@ def start_ranks(
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # by default, the name of this machine, which may not resolve
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle=",".join(_handled_signals()),
