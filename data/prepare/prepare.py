@@ -194,6 +194,11 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 
 def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
     output = options.output
+    if os.path.ismount(output):
+        raise ConfigError(
+            f"--output {output} is a mount point, which the finished set cannot replace; use a "
+            f"folder in it, such as {output / 'set'}"
+        )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / MANIFEST).exists():

@@ -112,6 +112,13 @@ def find_inputs(paths: Sequence[AnyPath], log: bool = True) -> tuple[Input, ...]
                 f"--input {source.path} is the same file as {other.path}, so its rows would be "
                 "duplicated; name each file once"
             )
+        try:
+            source.path.name.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"--input {str(source.path)!r}: the name is not UTF-8, so a manifest cannot "
+                "contain it; rename the file"
+            ) from error
         _check_start(source)
     return inputs
 

@@ -289,6 +289,16 @@ def test_the_input_can_be_given_several_times(tmp_path, source):
     assert sum(load_manifest(found).splits.values()) == 6000
 
 
+def test_an_output_that_is_a_mount_point_is_refused_at_the_start(tmp_path, source, monkeypatch):
+    """A folder cannot be renamed to a mount point, such as a volume of a container."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == volume)
+    with pytest.raises(ConfigError, match=r"volume is a mount point.* such as .*/volume/set"):
+        run_prepare(volume, source)
+    assert not list(tmp_path.glob("volume.work"))
+
+
 def test_an_existing_output_is_not_replaced(tmp_path, source):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")

@@ -190,3 +190,34 @@ def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"^-n is 2, but this process is already rank 1 of"):
         start_ranks(["train"], 2, "-n")
+
+
+@pytest.fixture
+def configs(monkeypatch) -> list:
+    """Return the configurations with which torch's launcher is called; it starts no ranks."""
+    configs = []
+
+    def launch(config, program):
+        configs.append(config)
+        return lambda *words: None
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    return configs
+
+
+def test_ranks_continue_after_a_logout_under_nohup(configs):
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN):  # nohup ignores SIGHUP
+            signal.signal(signal.SIGHUP, handler)
+            assert start_ranks(["train"], 2, "-n") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    handled = [config.signals_to_handle.split(",") for config in configs]
+    assert ["SIGHUP" in names for names in handled] == [True, False]
+    assert all({"SIGTERM", "SIGINT"} <= {*names} for names in handled)
+
+
+def test_ranks_find_each_other_even_if_the_name_of_this_machine_does_not_resolve(configs):
+    assert start_ranks(["train"], 2, "-n") == 0
+    assert configs[0].local_addr == "127.0.0.1"

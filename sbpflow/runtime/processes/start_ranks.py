@@ -48,8 +48,10 @@ def start_ranks(
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # by default, the name of this machine, which may not resolve
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle=",".join(_handled_signals()),
     )
     try:
         with _launcher_settings():
@@ -60,6 +62,14 @@ def start_ranks(
     except (SignalException, KeyboardInterrupt):
         return EXIT_INTERRUPT
     return 0
+
+
+def _handled_signals() -> list[str]:
+    """Return the names of the signals that torch's launcher passes on to the ranks: by default, it
+    would also end the ranks at a SIGHUP that this process ignores (nohup).
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return [number.name for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _exit_code(codes: Mapping[int, int]) -> int:
