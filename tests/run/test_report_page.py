@@ -227,3 +227,11 @@ def test_a_chart_of_one_point_or_no_points():
     one = line_chart("t", "step", [Series("a", [(3.0, 0.5)], 0)])
     assert one.count("<circle") == 1
     assert "nan" not in one
+
+
+def test_a_line_of_many_points_has_a_limited_number_of_dots():
+    points = [(float(step), step % 7 / 7) for step in range(10_000)]
+    chart = line_chart("t", "step", [Series("a", points, 0)])
+    assert chart.count("<circle") == 400
+    assert "<title>a: 9999, 0.428571</title>" in chart
+    assert len(chart) < 200_000
