@@ -12,7 +12,7 @@ from sbpflow.commands import fit_rank
 from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
 from sbpflow.run.report.events import Event, check_event, time_of
-from sbpflow.runtime.files.json_file import JsonError, parse_json
+from sbpflow.runtime.files.json_file import JsonError, parse_json, read_end
 from sbpflow.runtime.files.run_folder import METRICS_FILE
 from sbpflow.runtime.processes.launch import EXIT_INTERRUPT
 from sbpflow.runtime.processes.start_ranks import start_ranks
@@ -74,10 +74,7 @@ def _progress(config: Config) -> Generator[None]:
 def _last_step(file: Path, since: datetime) -> Event | None:
     """Return the last step event written after the time ``since``; read only the file's end."""
     try:
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            opened.seek(max(size - _READ_BYTES, 0))
-            lines = opened.read().decode("ascii", "replace").splitlines()
+        lines = read_end(file, _READ_BYTES).splitlines()
     except OSError:
         return None
     for line in reversed(lines):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sbpflow.api import Run
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.report.charts import Series, line_chart, ticks
@@ -164,6 +165,22 @@ def test_the_time_of_a_run_is_not_negative_if_the_clock_was_set_back(tmp_path):
     run = write(tmp_path / "run", [*earlier, last])
     page = Page(write_report([run]).read_text(encoding="utf-8"))
     assert page.texts[page.texts.index("time shown") + 1] == "0:03:20"
+
+
+def test_the_result_of_a_run_is_read_from_the_end_of_its_file(tmp_path):
+    run = write(tmp_path / "run", events(), plan=False)
+    file = run / "metrics.jsonl"
+    lines = file.read_bytes()
+    with file.open("r+b") as opened:  # the bytes before the lines take no space on the disk
+        opened.seek(1 << 30)
+        opened.write(b"\n" + lines)
+    assert Run(run, None, None, ()).result.items() >= {"steps": 30}.items()
+    for text in ("", '{"event": "final", "ti', json.dumps(events()[0] | {"time": str(START)})):
+        file.write_text(text)
+        assert Run(run, None, None, ()).result == {}
+    file.write_text('{"event": "final"}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl: the last line is not a valid event \("):
+        Run(run, None, None, ())
 
 
 def test_folders_that_are_not_runs_are_refused(tmp_path):
