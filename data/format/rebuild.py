@@ -34,7 +34,7 @@ def _prepare(content: Mapping[str, Any]) -> list[str]:
     if kind == "file":
         rule = ",".join(f"{name}={pattern}" for name, pattern in split["patterns"])
     elif kind in ("time", "ratio"):
-        rule = ",".join(f"{fraction:g}" for fraction in split["fractions"])
+        rule = ",".join(map(_number, split["fractions"]))
     elif kind == "date":
         kind, rule = "time", ",".join(f"{split['column']}<{time}" for time in split["times"])
     else:
@@ -55,8 +55,14 @@ def _synth(content: Mapping[str, Any]) -> list[str]:
     options = content["options"]
     words = ["synth", "--rows", str(options["rows"])]
     for key in ("vocab_scale", "ctr", "auc", "drift", "seed"):
-        words += [f"--{key.replace('_', '-')}", f"{options[key]:g}"]
+        words += [f"--{key.replace('_', '-')}", _number(options[key])]
     for key in ("skew", "hot"):
         if values := options[key]:
-            words += [f"--{key}", ",".join(f"{name}={value:g}" for name, value in values)]
+            words += [f"--{key}", ",".join(f"{name}={_number(value)}" for name, value in values)]
     return words
+
+
+def _number(value: float) -> str:
+    """Return the shortest text of exactly this number."""
+    short = f"{value:g}"
+    return short if float(short) == value else str(value)

@@ -11,6 +11,7 @@ import pytest
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare import stage
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
@@ -202,6 +203,15 @@ def test_bad_lines_are_skipped_and_counted_by_reason(tmp_path, source):
     assert manifest.content["lines"] == 3000 + len(BAD)
     clean = run_prepare(tmp_path / "clean", source)
     assert np.array_equal(all_words(manifest, "train"), all_words(clean, "train"))
+
+
+def test_bad_lines_are_not_added_up_after_each_piece(tmp_path, source, monkeypatch):
+    checked = []
+    monkeypatch.setattr(stage, "_EARLY_LINES", 1)
+    monkeypatch.setattr(stage, "check_bad", lambda staged, *_, **__: checked.append(len(staged)))
+    run_prepare(tmp_path / "set", source)
+    assert len(checked) == 1
+    assert checked[0] > 9
 
 
 def test_too_many_bad_lines_do_not_replace_a_set(tmp_path, source):

@@ -318,13 +318,27 @@ def test_a_set_of_format_1_is_refused_with_the_command_to_rebuild_it(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    "text", ["time:0.8,0.1,0.1", "ratio:0.8,0.1,0.1", "time:ts<5,ts<9", "file:val=a*,test=b*"]
+    "text",
+    [
+        "time:0.8,0.1,0.1",
+        "ratio:0.87654321,0.1,0.02345679",
+        "time:ts<5,ts<9",
+        "file:val=a*,test=b*",
+    ],
 )
 def test_the_command_to_rebuild_a_set_has_its_split(tmp_path, text):
     content = {"inputs": [], "schema": {"columns": [], "dense": []}, "fields": [], "seed": 1,
                "split": asdict(parse_split(text)), "min_count": 1, "dense": []}  # fmt: skip
     words = shlex.split(how_to_rebuild(tmp_path, content))
     assert words[words.index("--split") + 1] == text
+
+
+def test_the_command_to_rebuild_a_set_has_exact_numbers(tmp_path):
+    options = {"rows": 5_000_000, "vocab_scale": 0.01, "ctr": 0.25620001, "auc": 0.8, "drift": 0.0,
+               "seed": 20_260_301, "skew": [["C1", 1.25]], "hot": None}  # fmt: skip
+    command = how_to_rebuild(tmp_path, {"source": "synth", "options": options})
+    numbers = "--rows 5000000 --vocab-scale 0.01 --ctr 0.25620001 --auc 0.8 --drift 0"
+    assert f"synth {numbers} --seed 20260301 --skew C1=1.25 --output" in command
 
 
 def test_a_second_run_with_the_same_output_is_refused(tmp_path, capsys):
