@@ -56,13 +56,14 @@ def _synth(content: Mapping[str, Any]) -> list[str]:
     words = ["synth", "--rows", str(options["rows"])]
     for key in ("vocab_scale", "ctr", "auc", "drift", "seed"):
         words += [f"--{key.replace('_', '-')}", _number(options[key])]
-    for key in ("skew", "hot"):
-        if values := options[key]:
-            words += [f"--{key}", ",".join(f"{name}={_number(value)}" for name, value in values)]
+    if skew := options["skew"]:
+        words += ["--skew", ",".join(f"{name}={_number(value)}" for name, value in skew)]
+    if hot := options["hot"]:
+        words += ["--hot", ",".join(f"{name}={least}-{most}" for name, (least, most) in hot)]
     return words
 
 
 def _number(value: float) -> str:
-    """Return the shortest text of exactly this number."""
+    """Return a short text of exactly this number; that of an integer has no exponent."""
     short = f"{value:g}"
-    return short if float(short) == value else str(value)
+    return short if isinstance(value, float) and float(short) == value else str(value)

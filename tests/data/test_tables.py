@@ -10,7 +10,7 @@ import pytest
 
 from sbpflow.commands.explain import explain
 from sbpflow.data import load_manifest
-from sbpflow.data.__main__ import main
+from sbpflow.data.__main__ import main, parser
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from sbpflow.data.format.npy import write_array
 from sbpflow.data.format.rebuild import how_to_rebuild
@@ -333,12 +333,17 @@ def test_the_command_to_rebuild_a_set_has_its_split(tmp_path, text):
     assert words[words.index("--split") + 1] == text
 
 
-def test_the_command_to_rebuild_a_set_has_exact_numbers(tmp_path):
+@pytest.mark.parametrize("seed", [20_260_301, 1_000_000])
+@pytest.mark.parametrize(
+    ("hot", "text"), [([], ""), ([["C1", [3, 3]], ["C20", [0, 12]]], " --hot C1=3-3,C20=0-12")]
+)
+def test_the_command_to_rebuild_a_set_has_exact_numbers(tmp_path, seed, hot, text):
     options = {"rows": 5_000_000, "vocab_scale": 0.01, "ctr": 0.25620001, "auc": 0.8, "drift": 0.0,
-               "seed": 20_260_301, "skew": [["C1", 1.25]], "hot": None}  # fmt: skip
+               "seed": seed, "skew": [["C1", 1.25]], "hot": hot}  # fmt: skip
     command = how_to_rebuild(tmp_path, {"source": "synth", "options": options})
     numbers = "--rows 5000000 --vocab-scale 0.01 --ctr 0.25620001 --auc 0.8 --drift 0"
-    assert f"synth {numbers} --seed 20260301 --skew C1=1.25 --output" in command
+    assert f"synth {numbers} --seed {seed} --skew C1=1.25{text} --output" in command
+    parser().parse_args(shlex.split(command)[1:])
 
 
 def test_a_second_run_with_the_same_output_is_refused(tmp_path, capsys):
