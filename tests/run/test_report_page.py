@@ -1,5 +1,6 @@
 """Tests the contents of a report page, and that the page is self-contained."""
 
+import errno
 import json
 import re
 from datetime import UTC, datetime, timedelta
@@ -12,6 +13,7 @@ import pytest
 from sbpflow.api import Run
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.report import data
 from sbpflow.run.report.charts import Series, line_chart, ticks
 from sbpflow.run.report.data import read_run, read_runs
 from sbpflow.run.report.page import write_report
@@ -167,7 +169,7 @@ def test_the_time_of_a_run_is_not_negative_if_the_clock_was_set_back(tmp_path):
     assert page.texts[page.texts.index("time shown") + 1] == "0:03:20"
 
 
-def test_the_result_of_a_run_is_read_from_the_end_of_its_file(tmp_path):
+def test_the_result_of_a_run_is_read_from_the_end_of_its_file(tmp_path, monkeypatch):
     run = write(tmp_path / "run", events(), plan=False)
     file = run / "metrics.jsonl"
     lines = file.read_bytes()
@@ -180,6 +182,13 @@ def test_the_result_of_a_run_is_read_from_the_end_of_its_file(tmp_path):
         assert Run(run, None, None, ()).result == {}
     file.write_text('{"event": "final"}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl: the last line is not a valid event \("):
+        Run(run, None, None, ())
+
+    def refuse(*_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(data, "read_end", refuse)
+    with pytest.raises(DataError, match=r"jsonl: the file cannot be read \(permission denied\)$"):
         Run(run, None, None, ())
 
 

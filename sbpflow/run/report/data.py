@@ -110,12 +110,16 @@ def read_final(folder: Path) -> Event:
 
     Only the end of metrics.jsonl is read, because the file of a long run can be very large.
     """
-    file, end = _metrics_file(folder), ""
+    file = _metrics_file(folder)
     try:
         end = read_end(file, _END_BYTES)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"{file}: the file cannot be read ({reason})") from error
+    try:
         event = check_event(parse_json(end.splitlines()[-1])) if end else {}
-    except (JsonError, OSError) as error:
-        if isinstance(error, JsonError) and not end.endswith("\n"):  # the run was killed
+    except JsonError as error:
+        if not end.endswith("\n"):  # the run was killed
             return {}
         raise DataError(
             f"{file}: the last line is not a valid event ({error}); restore the file"
