@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.processes.start_ranks import start_ranks
+from sbpflow.runtime.processes.start_ranks import _exit_code, start_ranks
 from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +182,22 @@ def test_the_launcher_waits_until_slow_ranks_have_saved(tmp_path, number):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.communicate()
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([3], 3),
+        ([-9], 137),
+        ([130], 130),
+        ([-9, 3], 3),
+        ([2, -15], 2),
+        ([130, -9], 3),  # the launcher stopped the other ranks after one was killed
+        ([130, -9, 2], 2),
+    ],
+)
+def test_the_exit_code_names_the_fault(codes, code):
+    assert _exit_code(dict(enumerate(codes))) == code
 
 
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):

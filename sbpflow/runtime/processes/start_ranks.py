@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.processes.launch import EXIT_INTERRUPT
+from sbpflow.runtime.processes.launch import EXIT_INTERRUPT, EXIT_LOST_PEER
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
@@ -76,8 +76,13 @@ def _exit_code(codes: Mapping[int, int]) -> int:
     """Return one exit code for all failed ranks. A rank killed by signal n has code -n. The code of
     a rank that exited by itself takes precedence.
     """
+    killed = [code for code in codes.values() if code < 0]
     exited = [code for code in codes.values() if code > 0]
-    return exited[0] if exited else 128 - next(iter(codes.values()))
+    if not exited:
+        return 128 - killed[0]
+    if killed:  # the launcher stopped the others with SIGTERM, unless they failed before
+        exited = [code for code in exited if code != EXIT_INTERRUPT] or [EXIT_LOST_PEER]
+    return exited[0]
 
 
 @contextmanager
