@@ -309,6 +309,12 @@ def test_an_output_that_is_a_mount_point_is_refused_at_the_start(tmp_path, sourc
     assert not list(tmp_path.glob("volume.work"))
 
 
+def test_an_output_whose_path_is_not_utf_8_is_refused_at_the_start(tmp_path, source):
+    with pytest.raises(ConfigError, match=r"caf\\udce9': the path is not UTF-8"):
+        run_prepare(tmp_path / os.fsdecode(b"caf\xe9"), source)
+    assert not list(tmp_path.glob("*.work"))
+
+
 def test_an_existing_output_is_not_replaced(tmp_path, source):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
