@@ -26,8 +26,8 @@ def embedding_server(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--index", required=True, metavar="K/N", help="this is server K of N; K starts at 0")
-    add("--memory-gb", type=float, help="limit for all rows (default: the memory of the machine or "
-        "of the control group)")  # fmt: skip
+    add("--memory-gb", type=float, help="limit for all rows (default: the memory of the machine "
+        "or, if lower, the limit of its control groups)")  # fmt: skip
     add(
         "--listener",
         type=int,
