@@ -92,6 +92,9 @@ def fit(
     settings = config_of(tree, models=MODELS)
     model, optimizers = own_classes(settings)
     _check_ranks(ranks, [*([model] if model else []), *optimizers])
+    if data is None and (schema is not None or prepare):
+        unused = "prepare" if schema is None else "schema"
+        raise ConfigError(f"{unused} has no effect without data; pass the rows as data")
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder = Path(name)
         if data is not None:
