@@ -25,6 +25,7 @@ from sbpflow.errors import ConfigError, DataError, StoreError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path, input_path
 from sbpflow.runtime.processes.launch import ArgumentParser, errno_of, until_nobody_reads
+from sbpflow.serving.cells import TRANSFORMS
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5, ".zst": 6.0, ".bz2": 6.0, ".xz": 8.0}
@@ -207,9 +208,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_synth(synth: argparse.ArgumentParser) -> None:
     add = synth.add_argument
-    add("--rows", type=int, required=True)
+    add("--rows", type=int, required=True, help="number of rows")
     add("--output", type=local_path, required=True, metavar="PATH", help="folder, or file for tsv")
-    add("--format", choices=("prepared", "tsv"), default="prepared")
+    add("--format", choices=("prepared", "tsv"), default="prepared", help="a set, or Criteo text "
+        "for prepare (default %(default)s)")  # fmt: skip
     add("--vocab-scale", type=float, default=1.0, help="size relative to Criteo's vocabularies, "
         "up to 1")  # fmt: skip
     add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
@@ -225,9 +227,10 @@ def _add_synth(synth: argparse.ArgumentParser) -> None:
         "columns with many values")  # fmt: skip
     add("--keys", action="store_true", help="write 64-bit keys instead of ids")
     add("--hot", help="number of ids per row: mlperf, mlperf-ragged, or C1=3,C20=0-12")
-    add("--split", default="time:0.8,0.1,0.1")
-    add("--seed", type=int, default=7)
-    add("--workers", type=int, default=os.cpu_count() or 1)
+    add("--split", default="time:0.8,0.1,0.1", help="by row order (default %(default)s)")
+    add("--seed", type=int, default=7, help="seed of all rows (default %(default)s)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="number of concurrent tasks "
+        "(default: all CPUs)")  # fmt: skip
     synth.set_defaults(run=_synth)
 
 
@@ -254,7 +257,7 @@ def parser() -> ArgumentParser:
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
     add("--keys", nargs="?", const="*", metavar="FIELDS", help="fields whose ids are replaced "
         "by 64-bit keys, so that their tables can grow (C1,C2; without FIELDS, all)")  # fmt: skip
-    add("--dense", help="transform of the dense values (default log3)")
+    add("--dense", help=f"transform of the dense values: {', '.join(TRANSFORMS)} (default log3)")
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
     add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
@@ -286,7 +289,7 @@ def parser() -> ArgumentParser:
     _add_synth(commands.add_parser("synth", help="generate rows with a known best AUC"))
     stats = commands.add_parser("stats", help="describe the splits and tables of a set")
     add = stats.add_argument
-    add("path", type=any_path, metavar="DIR")
+    add("path", type=any_path, metavar="DIR", help="folder or URL of the set")
     add("--json", action="store_true", help="machine-readable output")
     add("--html", type=local_path, metavar="FILE", help="also write an HTML page")
     add("--picture", type=local_path, metavar="FILE", help="also write the charts as an SVG file")
@@ -295,7 +298,7 @@ def parser() -> ArgumentParser:
     stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="check every file of a set, and its labels, "
         "dense values and ids")  # fmt: skip
-    verify.add_argument("path", type=any_path)
+    verify.add_argument("path", type=any_path, metavar="DIR", help="folder or URL of the set")
     verify.set_defaults(run=_verify)
     return parser
 

@@ -20,13 +20,22 @@ def calibrate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--ranks", type=int, help="number of processes; default: one per GPU, or 2 on CPU"
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="device of the ranks; default: auto, which is cuda if there is a GPU",
+    )
     parser.add_argument("--seconds", type=float, help="limit on the total time; default: 270")
     parser.add_argument(
         "--rounds", type=int, help="how often to measure each plan of a task; default: 2"
     )
-    parser.add_argument("--optimizer", default="rowwise_adagrad", help="the tables' optimizer")
-    parser.add_argument("--seed", type=parse_seed, default=0)
+    parser.add_argument(
+        "--optimizer",
+        default="rowwise_adagrad",
+        help="optimizer of the tables; default: %(default)s",
+    )
+    parser.add_argument("--seed", type=parse_seed, default=0, help="seed of the tasks; default: 0")
     parser.add_argument(
         "--quick", action="store_true", help="calibrate briefly with small tables, for tests"
     )

@@ -63,7 +63,7 @@ def _parser(name: str, description: str, *, one_size: bool = True) -> ArgumentPa
         type=profile_name,
         help=f"a calibration file, or {', '.join(MACHINES)}; default: this machine's calibration",
     )
-    parser.add_argument("--seed", type=parse_seed, default=0)
+    parser.add_argument("--seed", type=parse_seed, default=0, help="seed of the search; default 0")
     if one_size:
         parser.add_argument(
             "-n", "--world-size", type=int, default=2, help="number of ranks; default 2"
@@ -95,7 +95,8 @@ def plan(argv: Sequence[str]) -> str:
         type=int,
         default=0,
         metavar="K",
-        help="time K of the best plans and the plans with one shape for all tables on this machine",
+        help="time K of the best plans, and the plans in which all tables have the same layout and "
+        "exchange, on this machine; use the fastest",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)
@@ -130,7 +131,13 @@ def compare(argv: Sequence[str]) -> str:
         "compare",
         "Compare the plans of all planners: the project's own planner and the published planners.",
     )
-    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
+    parser.add_argument(
+        "--planners",
+        nargs="+",
+        default=list(PLANNERS),
+        metavar="NAME",
+        help=f"planners to compare; default {', '.join(PLANNERS)}",
+    )
     args = parser.parse_args(argv)
     cost = _cost(args)
     names = [planner_of(name) for name in args.planners]
@@ -159,7 +166,9 @@ def clusters(argv: Sequence[str]) -> str:
     parser.add_argument(
         "--ranks-per-node", type=int, default=1, help="number of ranks that share the --link"
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    default = [8, 16, 32, 64, 128]
+    ranks_help = f"numbers of ranks; default {' '.join(map(str, default))}"
+    parser.add_argument("--ranks", type=int, nargs="+", default=default, help=ranks_help)
     parser.add_argument("--weak", action="store_true", help="keep the batch size per rank")
     _add_planner(parser)
     args = parser.parse_args(argv)
@@ -345,10 +354,13 @@ def measure(argv: Sequence[str]) -> str:
     parser = ArgumentParser(
         prog="sbpflow measure", description="Act as one of the ranks that time the plans."
     )
-    for name in ("--tables", "--plans", "--output"):
-        parser.add_argument(name, type=local_path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    files = {"tables": "the tables", "plans": "the plans to time", "output": "the times to write"}
+    for name, text in files.items():
+        parser.add_argument(f"--{name}", type=local_path, required=True, help=text)
+    parser.add_argument("--rounds", type=int, default=3, help="how often to time each plan")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), required=True, help="device of the ranks"
+    )
     args = parser.parse_args(argv)
     tables = read_tables(args.tables)
     try:

@@ -50,7 +50,7 @@ _WITH_HELP: dict[str, tuple[str, Command]] = {
     "calibrate": ("measure this machine for the planner", _of_planner("calibrate")),
     "plan": ("choose layouts for the tables", _of_planner("plan")),
     "compare": ("compare the plans of all planners", _of_planner("compare")),
-    "measure": ("time plans one after another", _of_planner("measure")),
+    "measure": ("time plans; `plan --measure` starts it", _of_planner("measure")),
     "clusters": ("predict the step time on other machines", _of_planner("clusters")),
     "explain-plan": ("show the costs of a plan", _of_planner("explain")),
     "embedding-server": ("serve rows of tables to ranks", _own("embedding_server")),

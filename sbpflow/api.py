@@ -37,7 +37,7 @@ from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.execution.job import Job
 from sbpflow.run.execution.start import closing
-from sbpflow.run.report.data import read_run
+from sbpflow.run.report.data import read_final
 from sbpflow.run.saved.resume import checkpoint_dir
 from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
 from sbpflow.runtime.files.local_path import local_path
@@ -92,6 +92,9 @@ def fit(
     settings = config_of(tree, models=MODELS)
     model, optimizers = own_classes(settings)
     _check_ranks(ranks, [*([model] if model else []), *optimizers])
+    if data is None and (schema is not None or prepare):
+        unused = "prepare" if schema is None else "schema"
+        raise ConfigError(f"{unused} has no effect without data; pass the rows as data")
     with TemporaryDirectory(prefix="sbpflow-") as name:
         folder = Path(name)
         if data is not None:
@@ -136,7 +139,7 @@ class Run:
         self, folder: Path, saved: AnyPath | None, model: str | None, optimizers: tuple[str, ...]
     ) -> None:
         self.dir = folder
-        final = read_run(folder, folder.name).final
+        final = read_final(folder)
         self.result = {key: final[key] for key in final if key not in ("event", "time")}
         self._saved, self._model, self._optimizers = saved, model, optimizers
         self._id = None if saved is None else find_checkpoint(saved).run

@@ -34,7 +34,7 @@ def _prepare(content: Mapping[str, Any]) -> list[str]:
     if kind == "file":
         rule = ",".join(f"{name}={pattern}" for name, pattern in split["patterns"])
     elif kind in ("time", "ratio"):
-        rule = ",".join(f"{fraction:g}" for fraction in split["fractions"])
+        rule = ",".join(map(_number, split["fractions"]))
     elif kind == "date":
         kind, rule = "time", ",".join(f"{split['column']}<{time}" for time in split["times"])
     else:
@@ -55,8 +55,15 @@ def _synth(content: Mapping[str, Any]) -> list[str]:
     options = content["options"]
     words = ["synth", "--rows", str(options["rows"])]
     for key in ("vocab_scale", "ctr", "auc", "drift", "seed"):
-        words += [f"--{key.replace('_', '-')}", f"{options[key]:g}"]
-    for key in ("skew", "hot"):
-        if values := options[key]:
-            words += [f"--{key}", ",".join(f"{name}={value:g}" for name, value in values)]
+        words += [f"--{key.replace('_', '-')}", _number(options[key])]
+    if skew := options["skew"]:
+        words += ["--skew", ",".join(f"{name}={_number(value)}" for name, value in skew)]
+    if hot := options["hot"]:
+        words += ["--hot", ",".join(f"{name}={least}-{most}" for name, (least, most) in hot)]
     return words
+
+
+def _number(value: float) -> str:
+    """Return a short text of exactly this number; that of an integer has no exponent."""
+    short = f"{value:g}"
+    return short if isinstance(value, float) and float(short) == value else str(value)

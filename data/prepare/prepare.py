@@ -53,6 +53,7 @@ from sbpflow.data.prepare.workspace import (
 )
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.local_path import is_utf8
 from sbpflow.runtime.files.own_files import other_file
 
 _LOG = logging.getLogger(__name__)
@@ -194,6 +195,16 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
 
 def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
     output = options.output
+    if not is_utf8(output):
+        raise ConfigError(
+            f"--output {str(output)!r}: the path is not UTF-8, so Polars cannot write to it; use "
+            "another path"
+        )
+    if os.path.ismount(output):
+        raise ConfigError(
+            f"--output {output} is a mount point, which the finished set cannot replace; use a "
+            f"folder in it, such as {output / 'set'}"
+        )
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / MANIFEST).exists():

@@ -21,6 +21,7 @@ from sbpflow.data.prepare.decompress import (
 )
 from sbpflow.data.prepare.remote import identity, size_of
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.local_path import is_utf8
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 _LOG = logging.getLogger(__name__)
@@ -111,6 +112,11 @@ def find_inputs(paths: Sequence[AnyPath], log: bool = True) -> tuple[Input, ...]
             raise ConfigError(
                 f"--input {source.path} is the same file as {other.path}, so its rows would be "
                 "duplicated; name each file once"
+            )
+        if not is_utf8(source.path.name):
+            raise ConfigError(
+                f"--input {str(source.path)!r}: the name is not UTF-8, so a manifest cannot "
+                "contain it; rename the file"
             )
         _check_start(source)
     return inputs

@@ -62,12 +62,15 @@ def stage_inputs(
     schema = options.schema
     columns = {source.order: columns_of(source, schema, options.is_encode) for source in inputs}
     staged: list[StagedPiece] = []
+    num_lines = num_bad = 0
     jobs = _jobs(inputs, columns, options, as_text=engine.shares_memory)
     for pieces in engine.run(partial(_stage, options=options, work=work), jobs):
         for piece, num_bytes in pieces:
             staged.append(piece)
+            num_lines += piece.num_lines - piece.bad.blank
+            num_bad += piece.bad.total
             advance(num_bytes)
-        if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
+        if num_lines >= _EARLY_LINES and num_bad > _EARLY_BAD * num_lines:
             check_bad(staged, options, early=_EARLY_BAD)
     has_labels = {
         order: [name for name in (schema.label, *schema.labels) if name in names]

@@ -8,9 +8,10 @@ for any world size: a restored loader delivers exactly the remaining rows of the
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -102,12 +103,10 @@ class RowLoader:
         left = self._rows.num_rows - cursor
         return {"drop": left, "keep": left + self._batch_size - 1}[self._tail] // self._batch_size
 
-    def _steps(self, cursor: int) -> list[_Step]:
+    def _steps(self, cursor: int) -> Iterator[_Step]:
         first = -(-cursor // self._batch_size)
-        return [
-            self._step(first + k, cursor + k * self._batch_size)
-            for k in range(self._num_steps(cursor))
-        ]
+        for k in range(self._num_steps(cursor)):
+            yield self._step(first + k, cursor + k * self._batch_size)
 
     def _step(self, number: int, start: int) -> _Step:
         end = min(start + self._batch_size, self._rows.num_rows)
@@ -134,7 +133,7 @@ class RowLoader:
             check_shards(self._manifest, self._split)
         self._begin(epoch)
         self._read += 1
-        return self._deliver(epoch, self._read, views, self._steps(self._cursor))
+        return self._deliver(epoch, self._read, views, partial(self._steps, self._cursor))
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
         """Yield batches of the rows in ``windows``, ranges [start, stop) in the order of epoch 0
@@ -146,7 +145,7 @@ class RowLoader:
         self._check_open("windows")
         self._read += 1
         steps = [_Step(k, stop, batch_size, start, stop) for k, (start, stop) in enumerate(windows)]
-        return self._deliver(0, self._read, None, steps)
+        return self._deliver(0, self._read, None, lambda: iter(steps))
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -160,11 +159,18 @@ class RowLoader:
             )
 
     def _deliver(
-        self, epoch: int, number: int, views: SplitRows | None, steps: list[_Step]
+        self,
+        epoch: int,
+        number: int,
+        views: SplitRows | None,
+        steps: Callable[[], Iterator[_Step]],
     ) -> Iterator[Batch]:
+        """Yield the batches of ``steps()``, which is called twice: an epoch can have too many steps
+        to list them.
+        """
         self._check_read(number)
         order = self._order(epoch)
-        groups = self._groups(steps)
+        groups = self._groups(steps())
         buffers = Buffers()
 
         def read(group: list[_Step]) -> Block:
@@ -181,7 +187,7 @@ class RowLoader:
         else:
             blocks = read_ahead(read, groups, self._threads.readers)
         feed = FEEDS[self._backend](blocks, self._rows.split, self._read_to, self._threads)
-        for step in steps:
+        for step in steps():
             self._check_read(number)
             if step.stop > step.start:
                 try:
@@ -207,7 +213,7 @@ class RowLoader:
         """Copy ``values``, unless the whole block is already on the device."""
         return values if self._read_to == self._device else upload(values, self._device)
 
-    def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
+    def _groups(self, steps: Iterator[_Step]) -> Iterator[list[_Step]]:
         """Yield the steps that contain rows of this rank, grouped into blocks.
 
         In file order, a group of several steps is within one shard, so that its block can be a

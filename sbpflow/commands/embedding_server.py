@@ -1,5 +1,6 @@
 """``sbpflow embedding-server``: keep the rows of cached tables in memory for the ranks of a run."""
 
+import argparse
 import logging
 import os
 import re
@@ -25,12 +26,13 @@ def embedding_server(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--index", required=True, metavar="K/N", help="this is server K of N; K starts at 0")
-    add("--memory-gb", type=float, help="limit for all rows (default: the memory of the machine)")
+    add("--memory-gb", type=float, help="limit for all rows (default: the memory of the machine "
+        "or, if lower, the limit of its control groups)")  # fmt: skip
     add(
         "--listener",
         type=int,
         metavar="FD",
-        help="inherited socket to use; the server ends when stdin is closed",
+        help=argparse.SUPPRESS,  # an inherited socket; the server ends when stdin is closed
     )
     args = parser.parse_intermixed_args(argv)
     if args.memory_gb is not None and not 0 < args.memory_gb <= _MAX_MEMORY_GB:

@@ -12,12 +12,14 @@ from sbpflow.commands import fit_rank
 from sbpflow.config.load import dump_config
 from sbpflow.config.schema import Config
 from sbpflow.run.report.events import Event, check_event, time_of
-from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
+from sbpflow.runtime.files.json_file import JsonError, parse_json, read_end
 from sbpflow.runtime.files.run_folder import METRICS_FILE
 from sbpflow.runtime.processes.launch import EXIT_INTERRUPT
 from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.rank_errors import error_of_ranks
 from sbpflow.training.progress import Progress
+
+_READ_BYTES = 1 << 20  # more than the events of a log interval
 
 
 def train_ranks(config: Config, ranks: int, folder: Path) -> None:
@@ -70,15 +72,15 @@ def _progress(config: Config) -> Generator[None]:
 
 
 def _last_step(file: Path, since: datetime) -> Event | None:
-    """Return the last step event written after the time ``since``."""
+    """Return the last step event written after the time ``since``; read only the file's end."""
     try:
-        lines = read_text(file).splitlines()
-    except (FileNotFoundError, JsonError):
+        lines = read_end(file, _READ_BYTES).splitlines()
+    except OSError:
         return None
     for line in reversed(lines):
         try:
             event = check_event(parse_json(line))
-        except JsonError:  # the last line may be incomplete
+        except JsonError:  # the first and the last line may be incomplete
             continue
         if event["event"] == "step" or time_of(event) < since:
             return event if time_of(event) >= since else None

@@ -297,10 +297,10 @@ class CompiledInput:
             raw.check_header(names)
             kinds, targets = self._targets(names)
         else:
-            count = first.count(raw.separator.encode()) + 1
-            if count not in self._lines:
-                self._lines[count] = self._targets(raw.file_columns(count))
-            kinds, targets = self._lines[count]
+            names = raw.file_columns(first.count(raw.separator.encode()) + 1)
+            if len(names) not in self._lines:
+                self._lines[len(names)] = self._targets(names)
+            kinds, targets = self._lines[len(names)]
         if len(kinds) != first.count(raw.separator.encode()) + 1 or len(kinds) == 1:
             return None
         return self._parse_lines(

@@ -76,11 +76,12 @@ class _Rows:
         if self.total > self.options.exact_rows:
             if self.histogram is None:
                 self.histogram = ScoreHistogram(self.boxing.world.device)
+                self.keys[:-1] = [part.cpu() for part in self.keys[:-1]]
             for part in self.scores:
                 self.histogram.add(*part.unbind(1))
             if self.keys:
                 self.kept += [part.cpu() for part in self.scores]
-                self.keys = [part.cpu() for part in self.keys]
+                self.keys[-1] = self.keys[-1].cpu()
             self.scores = []
 
     def _keys_of(self, batch: Batch) -> list[Tensor]:

@@ -167,8 +167,10 @@ def last_step(train: TrainConfig, batches_per_epoch: int, start: Position) -> in
     may have had another batch size.
     """
     left = batches_per_epoch if start.batches_left is None else start.batches_left
-    batches = [left, *[batches_per_epoch] * (train.epochs - start.epoch - 1)]
-    steps = sum(-(-number // train.accumulate) for number in batches if start.epoch < train.epochs)
+    steps = 0
+    if start.epoch < train.epochs:
+        later = train.epochs - start.epoch - 1
+        steps = -(-left // train.accumulate) + later * -(-batches_per_epoch // train.accumulate)
     most = math.inf if train.max_steps is None else start.steps_of_before + train.max_steps
     return int(min(start.step + steps, most))
 

@@ -28,6 +28,9 @@ def test_mistakes_are_explained_for_python(tmp_path):
         sbpflow.fit(CONFIG, **{**given, "data": mixed}, schema=SCHEMA)
     with pytest.raises(ConfigError, match=r"^schema: a value of type list .* as a mapping, or "):
         sbpflow.fit(CONFIG, schema=[SCHEMA], **given)
+    for unused in ({"schema": SCHEMA}, {"prepare": {"min_count": 1}}):
+        with pytest.raises(ConfigError, match=rf"^{next(iter(unused))} has no effect without data"):
+            sbpflow.fit(CONFIG, run=given["run"], **unused)
     with pytest.raises(ConfigError) as caught:
         sbpflow.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")

@@ -73,6 +73,13 @@ def test_a_file_in_another_format_is_refused_with_advice(tmp_path, capsys, name)
     assert name in error
 
 
+def test_a_file_whose_name_is_not_utf_8_is_refused_at_the_start(tmp_path, capsys):
+    path = tmp_path / os.fsdecode(b"caf\xe9.tsv")
+    path.write_bytes(TEXT)
+    error = refused(capsys, tmp_path / "set", "--input", path)
+    assert "caf\\udce9.tsv': the name is not UTF-8" in error
+
+
 def test_a_folder_may_have_suffixes_of_any_case_and_day_files(tmp_path, source):
     folder = tmp_path / "parts"
     folder.mkdir()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sbpflow.data import open_loader
+from sbpflow.data.read.loader import RowLoader
 from sbpflow.errors import ConfigError, DataError
 from tests.data.backends import BACKENDS, INSTALLED, needs_dali
 
@@ -99,6 +100,14 @@ def test_batches_do_not_depend_on_how_many_are_read_at_once(
     if shuffle != "none":  # without shuffling, batches need not share memory
         assert _num_memories(reads[1]) < _num_memories(single) / 2
         assert _num_memories(reads[2]) == 1
+
+
+def test_the_steps_of_an_epoch_are_not_listed_ahead(row_set, monkeypatch):
+    made, make = [], RowLoader._step
+    monkeypatch.setattr(RowLoader, "_step", lambda *args: made.append(args) or make(*args))
+    monkeypatch.setattr("sbpflow.data.read.blocks.BLOCK_BYTES", 1000)
+    next(open_loader(row_set(9000), batch_size=1, backend="memmap").epoch(0))
+    assert 0 < len(made) < 900
 
 
 def _num_memories(batches):

@@ -11,6 +11,7 @@ import pytest
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare import stage
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
@@ -204,6 +205,15 @@ def test_bad_lines_are_skipped_and_counted_by_reason(tmp_path, source):
     assert np.array_equal(all_words(manifest, "train"), all_words(clean, "train"))
 
 
+def test_bad_lines_are_not_added_up_after_each_piece(tmp_path, source, monkeypatch):
+    checked = []
+    monkeypatch.setattr(stage, "_EARLY_LINES", 1)
+    monkeypatch.setattr(stage, "check_bad", lambda staged, *_, **__: checked.append(len(staged)))
+    run_prepare(tmp_path / "set", source)
+    assert len(checked) == 1
+    assert checked[0] > 9
+
+
 def test_too_many_bad_lines_do_not_replace_a_set(tmp_path, source):
     output = tmp_path / "set"
     run_prepare(output, source)
@@ -287,6 +297,22 @@ def test_the_input_can_be_given_several_times(tmp_path, source):
     both = ["--input", str(source), "--input", str(other)]
     assert main(["prepare", *both, "--output", str(found)]) == 0
     assert sum(load_manifest(found).splits.values()) == 6000
+
+
+def test_an_output_that_is_a_mount_point_is_refused_at_the_start(tmp_path, source, monkeypatch):
+    """A folder cannot be renamed to a mount point, such as a volume of a container."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == volume)
+    with pytest.raises(ConfigError, match=r"volume is a mount point.* such as .*/volume/set"):
+        run_prepare(volume, source)
+    assert not list(tmp_path.glob("volume.work"))
+
+
+def test_an_output_whose_path_is_not_utf_8_is_refused_at_the_start(tmp_path, source):
+    with pytest.raises(ConfigError, match=r"caf\\udce9': the path is not UTF-8"):
+        run_prepare(tmp_path / os.fsdecode(b"caf\xe9"), source)
+    assert not list(tmp_path.glob("*.work"))
 
 
 def test_an_existing_output_is_not_replaced(tmp_path, source):

@@ -10,7 +10,7 @@ import pytest
 
 from sbpflow.commands.explain import explain
 from sbpflow.data import load_manifest
-from sbpflow.data.__main__ import main
+from sbpflow.data.__main__ import main, parser
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from sbpflow.data.format.npy import write_array
 from sbpflow.data.format.rebuild import how_to_rebuild
@@ -318,13 +318,32 @@ def test_a_set_of_format_1_is_refused_with_the_command_to_rebuild_it(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    "text", ["time:0.8,0.1,0.1", "ratio:0.8,0.1,0.1", "time:ts<5,ts<9", "file:val=a*,test=b*"]
+    "text",
+    [
+        "time:0.8,0.1,0.1",
+        "ratio:0.87654321,0.1,0.02345679",
+        "time:ts<5,ts<9",
+        "file:val=a*,test=b*",
+    ],
 )
 def test_the_command_to_rebuild_a_set_has_its_split(tmp_path, text):
     content = {"inputs": [], "schema": {"columns": [], "dense": []}, "fields": [], "seed": 1,
                "split": asdict(parse_split(text)), "min_count": 1, "dense": []}  # fmt: skip
     words = shlex.split(how_to_rebuild(tmp_path, content))
     assert words[words.index("--split") + 1] == text
+
+
+@pytest.mark.parametrize("seed", [20_260_301, 1_000_000])
+@pytest.mark.parametrize(
+    ("hot", "text"), [([], ""), ([["C1", [3, 3]], ["C20", [0, 12]]], " --hot C1=3-3,C20=0-12")]
+)
+def test_the_command_to_rebuild_a_set_has_exact_numbers(tmp_path, seed, hot, text):
+    options = {"rows": 5_000_000, "vocab_scale": 0.01, "ctr": 0.25620001, "auc": 0.8, "drift": 0.0,
+               "seed": seed, "skew": [["C1", 1.25]], "hot": hot}  # fmt: skip
+    command = how_to_rebuild(tmp_path, {"source": "synth", "options": options})
+    numbers = "--rows 5000000 --vocab-scale 0.01 --ctr 0.25620001 --auc 0.8 --drift 0"
+    assert f"synth {numbers} --seed {seed} --skew C1=1.25{text} --output" in command
+    parser().parse_args(shlex.split(command)[1:])
 
 
 def test_a_second_run_with_the_same_output_is_refused(tmp_path, capsys):

@@ -183,6 +183,8 @@ def test_candidates_place_every_table():
         "B",
     ]
     assert list(candidates(tables, [FeatureConfig(name="f")], 1, 128)) == ["all B"]
+    hosts = candidates(tables, [FeatureConfig(name="f")], 4, 128, two_level=True)
+    assert "all unique, two hops" in hosts, "the term of docs/layouts.md"
     speeds = (1.0, 1.0, 1.0, 0.001)
     uneven = candidates(tables, [FeatureConfig(name="f", hotness=3)], 4, 128, speeds=speeds)
     assert {rule.ranks for rule in uneven["all whole"].values()} == {(0,), (1,), (2,)}

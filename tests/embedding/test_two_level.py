@@ -318,9 +318,9 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
         _, plan = plan_run(
             config, fields, world_size=4, device_type="cpu", topology=topology, traced=False
         )
-        assert ("two levels" in plan.priced[0].name) == (name == "slow")
+        assert ("two hops" in plan.priced[0].name) == (name == "slow")
         names = [priced.name for priced in plan.priced]
-        assert ("all unique, two levels" in names) == (name != "one host")
+        assert ("all unique, two hops" in names) == (name != "one host")
         if name == "slow":
             assert {"(S(0), S(0))"} < {table["sbp"] for table in describe(plan)["tables"]}
             links = describe(plan)["links"]
@@ -333,7 +333,7 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
     _, plan = plan_run(
         config, fields, world_size=4, device_type="cpu", topology=uneven, traced=False
     )
-    assert not [priced for priced in plan.priced if "two levels" in priced.name]
+    assert not [priced for priced in plan.priced if "two hops" in priced.name]
 
 
 @pytest.mark.parametrize("mbit", [100, 1000])
@@ -347,7 +347,7 @@ def test_auto_chooses_two_hops_where_they_were_measured_to_be_faster(mbit):
     _, plan = plan_run(
         config, fields, world_size=4, device_type="cpu", topology=topology, traced=False
     )
-    assert plan.priced[0].name == "all unique, two levels"
+    assert plan.priced[0].name == "all unique, two hops"
 
 
 def test_profiles_contain_their_hosts():

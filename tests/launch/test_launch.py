@@ -2,6 +2,7 @@
 seconds.
 """
 
+import argparse
 import os
 import re
 import signal
@@ -21,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
 START_S = 60
 END_S = 60  # time limit in seconds for all ranks to exit; a collective would wait 20 minutes
+SUBCOMMANDS = {
+    "checkpoint": [["ls"], ["verify"], ["diff"], ["prune"], ["compact"], ["erase"], ["to-keys"]]
+}
 
 
 class Run:
@@ -203,6 +207,21 @@ def test_help_describes_every_command(monkeypatch, capsys, words):
     shown = capsys.readouterr().out
     for name in sbpflow.__main__.COMMANDS:
         assert re.search(rf"^  {name} +\w", shown, re.M), name
+
+
+@pytest.mark.parametrize("name", sbpflow.__main__.COMMANDS)
+def test_every_option_has_a_help_line(monkeypatch, name):
+    shown: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "print_help", lambda parser, file=None: shown.append(parser)
+    )
+    subcommands = SUBCOMMANDS.get(name, [[]])
+    for words in subcommands:
+        with pytest.raises(SystemExit):
+            sbpflow.__main__.COMMANDS[name]([*words, "--help"])
+    assert len(shown) == len(subcommands)
+    bare = [str(action.dest) for parser in shown for action in parser._actions if not action.help]
+    assert bare == []
 
 
 def test_the_version_is_that_of_the_package(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Tests the contents of a report page, and that the page is self-contained."""
 
+import errno
 import json
 import re
 from datetime import UTC, datetime, timedelta
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from sbpflow.api import Run
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.report import data
 from sbpflow.run.report.charts import Series, line_chart, ticks
 from sbpflow.run.report.data import read_run, read_runs
 from sbpflow.run.report.page import write_report
@@ -166,6 +169,29 @@ def test_the_time_of_a_run_is_not_negative_if_the_clock_was_set_back(tmp_path):
     assert page.texts[page.texts.index("time shown") + 1] == "0:03:20"
 
 
+def test_the_result_of_a_run_is_read_from_the_end_of_its_file(tmp_path, monkeypatch):
+    run = write(tmp_path / "run", events(), plan=False)
+    file = run / "metrics.jsonl"
+    lines = file.read_bytes()
+    with file.open("r+b") as opened:  # the bytes before the lines take no space on the disk
+        opened.seek(1 << 30)
+        opened.write(b"\n" + lines)
+    assert Run(run, None, None, ()).result.items() >= {"steps": 30}.items()
+    for text in ("", '{"event": "final", "ti', json.dumps(events()[0] | {"time": str(START)})):
+        file.write_text(text)
+        assert Run(run, None, None, ()).result == {}
+    file.write_text('{"event": "final"}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl: the last line is not a valid event \("):
+        Run(run, None, None, ())
+
+    def refuse(*_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(data, "read_end", refuse)
+    with pytest.raises(DataError, match=r"jsonl: the file cannot be read \(permission denied\)$"):
+        Run(run, None, None, ())
+
+
 def test_folders_that_are_not_runs_are_refused(tmp_path):
     run = write(tmp_path / "runs" / "one", events())
     with pytest.raises(ConfigError, match=r"runs has no metrics\.jsonl.*did you mean .*runs/one\?"):
@@ -227,3 +253,11 @@ def test_a_chart_of_one_point_or_no_points():
     one = line_chart("t", "step", [Series("a", [(3.0, 0.5)], 0)])
     assert one.count("<circle") == 1
     assert "nan" not in one
+
+
+def test_a_line_of_many_points_has_a_limited_number_of_dots():
+    points = [(float(step), step % 7 / 7) for step in range(10_000)]
+    chart = line_chart("t", "step", [Series("a", points, 0)])
+    assert chart.count("<circle") == 400
+    assert "<title>a: 9999, 0.428571</title>" in chart
+    assert len(chart) < 200_000

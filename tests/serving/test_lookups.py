@@ -1,4 +1,6 @@
-"""Tests that the compiled gather of a bundle's rows equals torch's gather."""
+"""Tests that the compiled gather of a bundle's rows equals torch's gather, and that malformed text
+leaves nothing in memory.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 pytest.importorskip("numba", reason="the loops need numba")
 
 from sbpflow.serving import encoder_loops
-from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.encoder import Encoded, Encoder, Vocabularies
 from sbpflow.serving.lookups import Gather, Lookup
 from sbpflow.serving.row_store import Store
 
@@ -64,3 +66,17 @@ def test_rows_that_are_converted_are_gathered_by_torch(dtype):
     store = Store([torch.rand(ROWS, DIM).to(dtype)], torch.float32)
     assert store.arrays is None
     assert gathered(store, np.zeros((2, 4), dtype=np.int32)).dtype == torch.float32
+
+
+def test_lines_of_any_number_of_cells_leave_nothing_in_memory():
+    content = {
+        "columns": [{"name": name, "kind": "dense", "required": True} for name in "ab"],
+        **{"separator": ",", "quote": None, "header": False, "missing_values": []},
+        **{"dense": [], "fields": []},
+    }
+    arrays = (np.zeros(0, dtype) for dtype in (np.uint64, np.int32, np.uint32))
+    compiled = encoder_loops.CompiledInput(Encoder(content, Vocabularies({}, *arrays)))
+    for count in range(2, 99):
+        cells = compiled.parse(",".join("1" * count))
+        assert (cells is not None) == (count == 2)
+    assert len(compiled._lines) == 1

@@ -236,6 +236,18 @@ def test_gauc_and_slices_beyond_the_limit_equal_gathered_rows_bit_for_bit(ranks)
         assert others == [None] * (size - 1)
 
 
+def test_rows_beyond_the_limit_are_moved_to_host_memory_once(monkeypatch):
+    moved: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda part: moved.append(part) or part)
+    boxing: Any = SimpleNamespace(world=SimpleNamespace(size=1, device=CPU))
+    rows = _Rows(boxing, ScoreOptions(exact_rows=97, slices={"C1": 0}))
+    for batch, logits in made_up_batches(5, 1, 0):
+        rows.add(logits, batch)
+    assert [len(part) for part in rows.keys] == [len(part) for part in rows.kept]
+    assert {id(part) for part in (*rows.keys, *rows.kept)} == {id(part) for part in moved}
+    assert len(moved) == 8
+
+
 def test_exact_sums_equal_fsum():
     rng = np.random.default_rng(1)
     terms = rng.random(1000) * 2.0 ** rng.integers(-60, 40, 1000)

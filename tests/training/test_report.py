@@ -10,12 +10,14 @@ import platform
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime
+import tracemalloc
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from sbpflow.commands import fit
 from sbpflow.config.load import load_config
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
@@ -243,6 +245,24 @@ def test_a_resumed_run_moves_the_files_of_another_run(tmp_path, last):
     assert (tmp_path / "previous-1" / "start.txt").exists()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert (tmp_path / "checkpoints").is_dir()
+
+
+def test_the_last_step_is_read_from_the_end_of_a_long_file(tmp_path, monkeypatch):
+    file, began = tmp_path / "metrics.jsonl", datetime.now(UTC)
+    writer = MetricsWriter(tmp_path, rank=0)
+    for step in range(1, 5000):
+        writer.write("step", {"step": step, "loss": 0.5, "samples_per_s": 9.0, "last_step": 9999})
+    writer.write("eval", {"step": 4999, "split": "val", "num_rows": 5})
+    writer.close()
+    monkeypatch.setattr(fit, "_READ_BYTES", 1000)
+    tracemalloc.start()
+    event = fit._last_step(file, began.replace(microsecond=0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (event["step"], event["last_step"]) == (4999, 9999)
+    assert peak < file.stat().st_size / 5
+    assert fit._last_step(file, datetime.now(UTC) + timedelta(seconds=9)) is None
+    assert fit._last_step(tmp_path / "none", began) is None
 
 
 def test_lines_are_valid_json_even_for_nan(tmp_path):

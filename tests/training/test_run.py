@@ -403,6 +403,11 @@ def test_the_last_step_follows_from_the_batches_that_are_left(start, most, last)
     assert loop.last_step(train, 5, start) == last
 
 
+def test_the_last_step_of_very_many_epochs_is_calculated():
+    train = TrainConfig(epochs=10**12, accumulate=2)
+    assert loop.last_step(train, 5, Start()) == 3 * 10**12
+
+
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 16])
 def test_nothing_is_announced_past_the_last_step(monkeypatch, lookahead):
     monkeypatch.setattr(loop, "score_split", lambda *args: None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.processes.start_ranks import start_ranks
+from sbpflow.runtime.processes.start_ranks import _exit_code, start_ranks
 from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).parents[2]
@@ -184,9 +184,56 @@ def test_the_launcher_waits_until_slow_ranks_have_saved(tmp_path, number):
         launcher.communicate()
 
 
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([3], 3),
+        ([-9], 137),
+        ([130], 130),
+        ([-9, 3], 3),
+        ([2, -15], 2),
+        ([130, -9], 3),  # the launcher stopped the other ranks after one was killed
+        ([130, -9, 2], 2),
+    ],
+)
+def test_the_exit_code_names_the_fault(codes, code):
+    assert _exit_code(dict(enumerate(codes))) == code
+
+
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"^-n must be 1 or more, got 0; for example, -n 2$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"^-n is 2, but this process is already rank 1 of"):
         start_ranks(["train"], 2, "-n")
+
+
+@pytest.fixture
+def configs(monkeypatch) -> list:
+    """Return the configurations with which torch's launcher is called; it starts no ranks."""
+    configs = []
+
+    def launch(config, program):
+        configs.append(config)
+        return lambda *words: None
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    return configs
+
+
+def test_ranks_continue_after_a_logout_under_nohup(configs):
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN):  # nohup ignores SIGHUP
+            signal.signal(signal.SIGHUP, handler)
+            assert start_ranks(["train"], 2, "-n") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    handled = [config.signals_to_handle.split(",") for config in configs]
+    assert ["SIGHUP" in names for names in handled] == [True, False]
+    assert all({"SIGTERM", "SIGINT"} <= {*names} for names in handled)
+
+
+def test_ranks_find_each_other_even_if_the_name_of_this_machine_does_not_resolve(configs):
+    assert start_ranks(["train"], 2, "-n") == 0
+    assert configs[0].local_addr == "127.0.0.1"

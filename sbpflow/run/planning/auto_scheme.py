@@ -76,7 +76,7 @@ def candidates(
     if two_level:
         hops = TableRule(sbp=TWO_LEVEL, exchange="unique")
         # The buckets of a growing table might not split evenly over hosts.
-        same["all unique, two levels"] = lambda table: hops if table.growth is None else rows
+        same["all unique, two hops"] = lambda table: hops if table.growth is None else rows
     rules = {
         name: {escape(table.name): rule(table) for table in tables} for name, rule in same.items()
     }

@@ -11,6 +11,7 @@ Point = tuple[float, float]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
+_MOST_DOTS = 400  # of a line; a browser could not show a dot for each interval of a long run
 _MIN_RANGE = 1e-100  # values in a range of at most this size are drawn as equal
 
 
@@ -211,10 +212,11 @@ def _line(frame: _Frame, line: Series) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     dash = ' stroke-dasharray="5 3"' if line.dashed else ""
     radius = 2.5 if len(positions) < 60 else 1.2
+    every = -(-len(positions) // _MOST_DOTS)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{line.color}">'
         f"<title>{escape(line.name)}: {at:.6g}, {value:.6g}</title></circle>"
-        for (x, y), (at, value) in zip(positions, line.points, strict=True)
+        for (x, y), (at, value) in list(zip(positions, line.points, strict=True))[::-every]
     )
     return f'<polyline points="{path}" stroke="{line.color}"{dash}/>{dots}'
 

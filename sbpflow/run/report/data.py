@@ -15,9 +15,11 @@ from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.run.report.charts import Point
 from sbpflow.run.report.events import Event, check_event, time_of
-from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
+from sbpflow.runtime.files.json_file import JsonError, parse_json, read_end, read_text
 from sbpflow.runtime.files.run_folder import PLAN_FILE
 from sbpflow.training.report import METRICS_FILE, START_FILE
+
+_END_BYTES = 1 << 20  # far more than the final event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +98,42 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read the run whose ``run.dir`` is ``folder``."""
+    events, notes = _events(_metrics_file(folder))
+    plan, plan_note = _plan(folder / PLAN_FILE)
+    settings, settings_note = _settings(folder / START_FILE)
+    notes += [note for note in (plan_note, settings_note) if note]
+    return Run(name=name, events=events, plan=plan, settings=settings, notes=tuple(notes))
+
+
+def read_final(folder: Path) -> Event:
+    """Return the final event of the run in ``folder``, or {} if the run did not finish.
+
+    Only the end of metrics.jsonl is read, because the file of a long run can be very large.
+    """
+    file = _metrics_file(folder)
+    try:
+        end = read_end(file, _END_BYTES)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"{file}: the file cannot be read ({reason})") from error
+    try:
+        event = check_event(parse_json(end.splitlines()[-1])) if end else {}
+    except JsonError as error:
+        if not end.endswith("\n"):  # the run was killed
+            return {}
+        raise DataError(
+            f"{file}: the last line is not a valid event ({error}); restore the file"
+        ) from error
+    return event if event.get("event") == "final" else {}
+
+
+def _metrics_file(folder: Path) -> Path:
     file = folder / METRICS_FILE
     if not file.is_file():
         runs = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"did you mean {' or '.join(runs[:3])}?" if runs else "use the run.dir of a run"
         raise ConfigError(f"{folder} has no {METRICS_FILE}, so it is not a run folder; {hint}")
-    events, notes = _events(file)
-    plan, plan_note = _plan(folder / PLAN_FILE)
-    settings, settings_note = _settings(folder / START_FILE)
-    notes += [note for note in (plan_note, settings_note) if note]
-    return Run(name=name, events=events, plan=plan, settings=settings, notes=tuple(notes))
+    return file
 
 
 def batches_per_s(folder: Path, plan: RunPlan) -> float | None:

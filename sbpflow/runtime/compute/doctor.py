@@ -47,7 +47,11 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
 
     All ranks run ``data_checks``, with the value of ``--dir``.
     """
-    parser = ArgumentParser(prog="sbpflow doctor", description=__doc__)
+    parser = ArgumentParser(
+        prog="sbpflow doctor",
+        description="Check which features work on this machine. Under torchrun, also compare the "
+        "machines, and measure the links between them.",
+    )
     text = (
         "folder for runs; doctor checks its free space and writes a test checkpoint (default: runs)"
     )

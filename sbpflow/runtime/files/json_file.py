@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from sbpflow.errors import StoreError
@@ -63,6 +64,13 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
         raise JsonError(f"{path}: the file cannot be read ({reason})") from error
     except UnicodeDecodeError as error:
         raise JsonError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start})") from error
+
+
+def read_end(path: Path, num_bytes: int) -> str:
+    """Return the last ``num_bytes`` of an ASCII file, or the whole file if it is shorter."""
+    with path.open("rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - num_bytes, 0))
+        return file.read().decode("ascii", "replace")
 
 
 def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:

@@ -53,6 +53,15 @@ def plain_path(text: str) -> Path:
     return Path(expanded)
 
 
+def is_utf8(path: object) -> bool:
+    """Return whether a path or a name is UTF-8; Linux also accepts other bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _fault(text: str) -> str:
     """Return the reason why a path is invalid, or "" if it is valid."""
     if not text:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.processes.launch import EXIT_INTERRUPT
+from sbpflow.runtime.processes.launch import EXIT_INTERRUPT, EXIT_LOST_PEER
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
@@ -48,8 +48,10 @@ def start_ranks(
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # by default, the name of this machine, which may not resolve
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle=",".join(_handled_signals()),
     )
     try:
         with _launcher_settings():
@@ -62,12 +64,25 @@ def start_ranks(
     return 0
 
 
+def _handled_signals() -> list[str]:
+    """Return the names of the signals that torch's launcher passes on to the ranks: by default, it
+    would also end the ranks at a SIGHUP that this process ignores (nohup).
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return [number.name for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def _exit_code(codes: Mapping[int, int]) -> int:
     """Return one exit code for all failed ranks. A rank killed by signal n has code -n. The code of
     a rank that exited by itself takes precedence.
     """
+    killed = [code for code in codes.values() if code < 0]
     exited = [code for code in codes.values() if code > 0]
-    return exited[0] if exited else 128 - next(iter(codes.values()))
+    if not exited:
+        return 128 - killed[0]
+    if killed:  # the launcher stopped the others with SIGTERM, unless they failed before
+        exited = [code for code in exited if code != EXIT_INTERRUPT] or [EXIT_LOST_PEER]
+    return exited[0]
 
 
 @contextmanager
