@@ -25,7 +25,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     diff = commands.add_parser("diff", help="show how two checkpoints differ")
     diff.add_argument("left", type=any_path, help=path_help)
     diff.add_argument("right", type=any_path, help=path_help)
-    prune = commands.add_parser("prune", help="keep only the best and the newest good checkpoints")
+    prune = commands.add_parser("prune", help="keep only the best and the newest valid checkpoints")
     prune.add_argument("path", type=any_path, help=path_help)
     prune.add_argument("--keep", type=int, required=True, help="number of checkpoints to keep")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")

@@ -38,7 +38,8 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add_model(parser, required=False)
     add = parser.add_argument
     add("--output", type=any_path, required=True, metavar="DIR", help="a new folder, or a URL")
-    add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
+    add("--rows", default="as_trained", help="table row format: as_trained (default), float16, or "
+        "int8")  # fmt: skip
     text = (
         "labeled set to score with both the exported and the original table rows (default: the "
         "run's set)"

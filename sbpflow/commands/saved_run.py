@@ -19,12 +19,11 @@ def add_model(
     add = parser.add_argument
     options: dict[str, Any] = {"required": required} if name.startswith("-") else {}
     text = (
-        "a checkpoint, or a run folder (its best checkpoint is used, or else its newest "
-        "undamaged one)"
+        "a checkpoint, or a run folder (its best checkpoint is used, or else its newest valid one)"
     )
     add(name, type=any_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
-    for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
+    for name, text in (("best", "best checkpoint by val"), ("last", "newest valid checkpoint")):
         which.add_argument(
             f"--{name}",
             dest="which",

@@ -21,10 +21,11 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     )
     add = parser.add_argument
     text = (
-        "folder of an exported model; with several models, name each one (the first is the default)"
+        "an exported model, or a folder of exports (export.dir), whose newest one is served; with "
+        "several models, name each one (the first is the default)"
     )
     add("models", nargs="+", metavar="[NAME=]DIR", help=text)
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8000, help="port, or 0 for any free port (default 8000)")
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=int, default=cores, help="processes (default: one per core)")
