@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from sbpflow.errors import ConfigError
@@ -48,8 +49,8 @@ def code_cache(name: str) -> Path | None:
     """Return the folder ``name`` in the user's cache for compiled code; create the folder if
     needed.
 
-    Returns None if the folder cannot be created or if another user could have written to it. In
-    both cases, the first rank of each machine logs one warning.
+    Returns None if the folder cannot be created or written to, or if another user could have
+    written to it. In all cases, the first rank of each machine logs one warning.
     """
     try:
         folder = cache_dir() / name
@@ -67,6 +68,9 @@ def _checked(folder: Path) -> Path | None:
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
+        if not problem:
+            # If numba cannot write to the folder, it uses others, which are not checked, or fails.
+            tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # before 3.13, circular links raise RuntimeError
         problem = str(error)
     if not problem:
