@@ -242,3 +242,22 @@ def test_a_read_only_folder_is_not_used(folder, monkeypatch, caplog):
     (message,) = caplog.messages
     assert f"compiled code is not cached in {folder}" in message
     assert "Read-only file system" in message
+
+
+def test_a_full_disk_loses_the_cache_but_not_the_run(folder, monkeypatch, caplog):
+    caching = pytest.importorskip("numba.core.caching")
+    from sbpflow.runtime.compute.compiled import compiled
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+
+    @compiled
+    def doubled(x):
+        return 2 * x
+
+    assert (doubled(21), doubled(2.5)) == (42, 5.0)
+    (message,) = caplog.messages
+    assert f"compiled code is not cached in {folder.parent}/numba-" in message
+    assert "No space left on device; free some space" in message

@@ -55,7 +55,7 @@ def code_cache(name: str) -> Path | None:
     try:
         folder = cache_dir() / name
     except ConfigError as error:
-        _warn_once(f"compiled code is not cached, so code is recompiled at every start: {error}")
+        warn_once(f"compiled code is not cached, so code is recompiled at every start: {error}")
         return None
     return _checked(folder)
 
@@ -75,7 +75,7 @@ def _checked(folder: Path) -> Path | None:
         problem = str(error)
     if not problem:
         return folder
-    _warn_once(
+    warn_once(
         f"compiled code is not cached in {folder}, so code is recompiled at every start: "
         f"{problem}; cached code is executed, so nobody else may have write access to the folder: "
         "remove it, or set XDG_CACHE_HOME to a folder that you own"
@@ -84,7 +84,8 @@ def _checked(folder: Path) -> Path | None:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, once per process, and only in the first rank of each machine."""
     if env_int("LOCAL_RANK", 0) == 0:
         LOG.warning("%s", text)
 
