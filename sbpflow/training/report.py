@@ -3,6 +3,7 @@
 Only rank 0 writes files; on other ranks, writers do nothing.
 """
 
+import errno
 import io
 import json
 import logging
@@ -52,7 +53,12 @@ class _ProgressBarHandler(logging.Handler):
     """Writes to stderr without garbling a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except OSError as error:
+            # The terminal of a run in the background was closed. tqdm's bars ignore this, too.
+            if error.errno != errno.EIO:
+                raise
 
 
 def setup_logging(rank: int, level: int = logging.INFO) -> None:

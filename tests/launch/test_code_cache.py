@@ -1,5 +1,6 @@
 """Tests that compiled code is loaded from a cache only if no other user could have written it."""
 
+import errno
 import os
 import pickle
 import stat
@@ -228,3 +229,35 @@ def test_torch_compile_gets_a_private_folder_if_the_cache_is_unsafe(folder, monk
     assert folder.parent not in kept.parents
     assert (kept.stat().st_uid, stat.S_IMODE(kept.stat().st_mode)) == (os.geteuid(), 0o700)
     assert not list(kept.iterdir())
+
+
+def test_a_read_only_folder_is_not_used(folder, monkeypatch, caplog):
+    """numba would then use another folder, which is not checked, or fail."""
+
+    def read_only(*, dir):
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr("sbpflow.runtime.files.cache_dir.tempfile.TemporaryFile", read_only)
+    assert code_cache("numba") is None
+    (message,) = caplog.messages
+    assert f"compiled code is not cached in {folder}" in message
+    assert "Read-only file system" in message
+
+
+def test_a_full_disk_loses_the_cache_but_not_the_run(folder, monkeypatch, caplog):
+    caching = pytest.importorskip("numba.core.caching")
+    from sbpflow.runtime.compute.compiled import compiled
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+
+    @compiled
+    def doubled(x):
+        return 2 * x
+
+    assert (doubled(21), doubled(2.5)) == (42, 5.0)
+    (message,) = caplog.messages
+    assert f"compiled code is not cached in {folder.parent}/numba-" in message
+    assert "No space left on device; free some space" in message

@@ -188,6 +188,20 @@ def test_rank_0_of_torchrun_waits_at_its_end_for_ranks_that_are_still_starting(m
     assert waits == [False]
 
 
+def test_one_rank_prints_the_message_without_the_store_even_if_names_are_long(monkeypatch, capsys):
+    monkeypatch.setattr(exit_messages, "machine_name", lambda: "host." * 12 + "org (node 1)")
+    monkeypatch.setattr(exit_messages, "_GRACE_S", 0.1)
+    store = Mock()
+    store.add.side_effect = PeerLostError("connection reset")
+    ranks = [Meeting(rank, 3, store, name=f"sbpflow/{'clicks-' * 5}/1234") for rank in (1, 2)]
+    threads = [threading.Thread(target=meeting.leave, args=[LOST]) for meeting in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert capsys.readouterr().err.count("died or stopped responding") == 1
+
+
 def test_first_line_is_ascii_and_short():
     assert first_line(RuntimeError("bad \U0001f3d6\nframe #1")) == "bad ?"
     assert first_line(KeyError()) == "KeyError"

@@ -79,6 +79,23 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path, monkeypatch):
         file.write(memoryview(b"rows"), 0)
 
 
+def test_concurrent_downloads_of_a_file_do_not_write_to_the_same_file(tmp_path, monkeypatch):
+    """On a cluster, a copy of a slow task may download the same file."""
+    target, copies = tmp_path / "rows.parquet", [FILE]
+
+    def download(path, partial):
+        partial.write_bytes(b"0123")
+        if copies:
+            copies.pop().fetch(target)
+        with partial.open("ab") as file:
+            file.write(b"4567")
+
+    monkeypatch.setattr(RemotePath, "download", download)
+    FILE.fetch(target)
+    assert target.read_bytes() == b"01234567"
+    assert list(tmp_path.iterdir()) == [target]
+
+
 def test_missing_files_and_denied_requests_are_not_repeated(s3, quick):
     with pytest.raises(FileNotFoundError):
         FILE.read_bytes()

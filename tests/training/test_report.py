@@ -25,7 +25,7 @@ from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.training.loop import Result
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
-from sbpflow.training.report import MetricsWriter, Report, setup_logging
+from sbpflow.training.report import MetricsWriter, Report, _ProgressBarHandler, setup_logging
 
 ROOT = Path(__file__).parents[2]
 
@@ -354,3 +354,13 @@ def test_log_lines_name_the_rank_and_other_ranks_log_only_warnings(rank, shown, 
     lines = screen.getvalue().splitlines()
     assert [line.split()[-1] for line in lines] == shown
     assert all(f"rank {rank}" in line for line in lines)
+
+
+def test_a_run_continues_after_its_terminal_was_closed(monkeypatch):
+    class ClosedTerminal(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", ClosedTerminal())
+    handler = _ProgressBarHandler()
+    handler.handle(logging.makeLogRecord({"msg": "step 5"}))

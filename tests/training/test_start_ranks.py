@@ -237,3 +237,9 @@ def test_ranks_continue_after_a_logout_under_nohup(configs):
 def test_ranks_find_each_other_even_if_the_name_of_this_machine_does_not_resolve(configs):
     assert start_ranks(["train"], 2, "-n") == 0
     assert configs[0].local_addr == "127.0.0.1"
+
+
+def test_no_folder_is_left_in_the_folder_for_temporary_files(configs, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert start_ranks(["train"], 2, "-n") == 0
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils, sigutils, types
 from numba.extending import intrinsic
 
-from sbpflow.runtime.files.cache_dir import code_cache
+from sbpflow.runtime.files.cache_dir import code_cache, warn_once
 
 Array = np.ndarray[Any, Any]
 Node = Any  # part of an expression that numba compiles, or a compiled function
@@ -77,6 +77,7 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
     if folder is not None:
         name = f"{function.__module__}.{function.__qualname__}.lock"
         dispatcher.compile = _one_at_a_time(dispatcher, folder / name)
+        dispatcher._cache.save_overload = _saved_if_possible(dispatcher._cache, folder)
     return cast("FunctionT", dispatcher)
 
 
@@ -94,6 +95,25 @@ def _one_at_a_time(dispatcher: Node, lock: Path) -> Callable[[Any], Any]:
             return compile_now(signature)
 
     return compile_once
+
+
+def _saved_if_possible(cache: Node, folder: Path) -> Callable[[Any, Any], None]:
+    """Return the ``save_overload`` of numba's cache, but with a warning instead of an OSError: the
+    compiled function can be used even if the disk is full.
+    """
+    save = cache.save_overload
+
+    def save_overload(signature: object, code: object) -> None:
+        try:
+            save(signature, code)
+        except OSError as error:
+            warn_once(
+                f"compiled code is not cached in {folder}, so code is recompiled at every start: "
+                f"{error.strerror or error}; free some space, or set XDG_CACHE_HOME to a folder "
+                "on another disk"
+            )
+
+    return save_overload
 
 
 @contextmanager

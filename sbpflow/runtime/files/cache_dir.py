@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from sbpflow.errors import ConfigError
@@ -48,13 +49,13 @@ def code_cache(name: str) -> Path | None:
     """Return the folder ``name`` in the user's cache for compiled code; create the folder if
     needed.
 
-    Returns None if the folder cannot be created or if another user could have written to it. In
-    both cases, the first rank of each machine logs one warning.
+    Returns None if the folder cannot be created or written to, or if another user could have
+    written to it. In all cases, the first rank of each machine logs one warning.
     """
     try:
         folder = cache_dir() / name
     except ConfigError as error:
-        _warn_once(f"compiled code is not cached, so code is recompiled at every start: {error}")
+        warn_once(f"compiled code is not cached, so code is recompiled at every start: {error}")
         return None
     return _checked(folder)
 
@@ -67,11 +68,14 @@ def _checked(folder: Path) -> Path | None:
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
+        if not problem:
+            # If numba cannot write to the folder, it uses others, which are not checked, or fails.
+            tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # before 3.13, circular links raise RuntimeError
         problem = str(error)
     if not problem:
         return folder
-    _warn_once(
+    warn_once(
         f"compiled code is not cached in {folder}, so code is recompiled at every start: "
         f"{problem}; cached code is executed, so nobody else may have write access to the folder: "
         "remove it, or set XDG_CACHE_HOME to a folder that you own"
@@ -80,7 +84,8 @@ def _checked(folder: Path) -> Path | None:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, once per process, and only in the first rank of each machine."""
     if env_int("LOCAL_RANK", 0) == 0:
         LOG.warning("%s", text)
 

@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from sbpflow.errors import ConfigError, StoreError
+from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.local_path import PathError, plain_path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?:/")
@@ -243,9 +244,8 @@ class RemotePath:
     def fetch(self, target: Path) -> None:
         """Download the file. ``target`` changes only after a complete download."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(target.name + ".partial")
-        self.download(partial)
-        partial.replace(target)
+        with replacing(target) as partial:
+            self.download(partial)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Remove the file."""

@@ -10,6 +10,7 @@ because they may have failed themselves. ``launch.py`` decides when to exit.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -223,8 +224,9 @@ class Meeting:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
                 # A name in Linux's abstract namespace creates no file and is freed when the process
-                # ends.
-                name.bind(f"\0{self.name}/{machine_name()}")
+                # ends. Names have at most 107 bytes.
+                digest = hashlib.sha256(f"{self.name}/{machine_name()}".encode()).hexdigest()
+                name.bind(f"\0sbpflow/{digest}")
                 here = [rank for rank, where in self.machines.items() if where == machine_name()]
                 _print(self.message(alive=here or [self.rank], store_lost=str(error)))
             time.sleep(_GRACE_S)

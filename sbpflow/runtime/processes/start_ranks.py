@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 from sbpflow.errors import ConfigError
@@ -37,25 +38,27 @@ def start_ranks(
             f"{option} is {ranks}, but this process is already rank {os.environ['RANK']} of "
             f"another launcher; omit {option}, or start the command without that launcher"
         )
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",  # by default, the name of this machine, which may not resolve
-        max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle=",".join(_handled_signals()),
-    )
     try:
-        with _launcher_settings():
+        # By default, torch would leave a folder in TMPDIR.
+        with TemporaryDirectory(prefix="sbpflow-") as logs, _launcher_settings():
             os.environ.update(environment or {})
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                run_id=uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="127.0.0.1:0",
+                local_addr="127.0.0.1",  # the name of this machine may not resolve
+                max_restarts=0,
+                monitor_interval=0.1,
+                signals_to_handle=",".join(_handled_signals()),
+                logs_specs=DefaultLogsSpecs(logs),
+            )
             elastic_launch(config, sys.executable)("-m", module, *words)
     except ChildFailedError as error:
         return _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
