@@ -140,6 +140,6 @@ def test_a_kernel_survives_failures_and_interrupts_of_ranks(kernel):
     assert error == ""
     assert [output for output in outputs if output.get("name") == "stderr"] == []
     bars = [output["data"]["text/plain"] for output in outputs if WIDGET in output.get("data", {})]
-    assert any("0/32" in bar for bar in bars), bars
+    assert any("/32" in bar for bar in bars), bars  # it may begin at a later step
     assert auc(kernel, "run") > 0.9
     assert json.loads((kernel.folder / "after/metrics.jsonl").read_text().splitlines()[-1])
