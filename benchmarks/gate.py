@@ -252,7 +252,7 @@ class Bench:
         return [json.loads(line) for line in lines], began, cost
 
     def _explain(self, root: Path) -> Measured:
-        words = ("--config", "configs/demo.yaml", "--world-size", "64")
+        words = ("--config", "configs/demo.yaml", "-n", "64")
         source = f"data.path={self._demo_set()}"
         return Measured(_run(root, "-m", "sbpflow", "explain", *words, source), {})
 

@@ -65,9 +65,7 @@ def _parser(name: str, description: str, *, one_size: bool = True) -> ArgumentPa
     )
     parser.add_argument("--seed", type=parse_seed, default=0, help="seed of the search; default 0")
     if one_size:
-        parser.add_argument(
-            "-n", "--world-size", type=int, default=2, help="number of ranks; default 2"
-        )
+        parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks; default 2")
     return parser
 
 
@@ -219,10 +217,8 @@ def _linked_profile(args: Namespace) -> Profile:
 
 def _cost(args: Namespace) -> TaskCost:
     """Check all arguments before any search, and return the task's prices."""
-    if args.world_size < 1:
-        raise ConfigError(
-            f"--world-size must be 1 or more, got {args.world_size}; for example, --world-size 4"
-        )
+    if args.ranks < 1:
+        raise ConfigError(f"--ranks must be 1 or more, got {args.ranks}; for example, --ranks 4")
     report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
     if report and report.suffix not in WRITERS:
         raise ConfigError(f"--report must end in one of {', '.join(WRITERS)}, got {report}")
@@ -241,7 +237,7 @@ def _cost(args: Namespace) -> TaskCost:
             f"--measure: the profile {args.profile} describes GPUs, but this machine has no "
             "usable GPU; omit --measure or --profile"
         )
-    return _cost_on(args.world_size, args, profile, tables)
+    return _cost_on(args.ranks, args, profile, tables)
 
 
 def _cost_on(ranks: int, args: Namespace, profile: Profile, tables: TablesFile) -> TaskCost:
@@ -302,7 +298,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
         plans_file.write_text(json.dumps([plan_tree(plan) for plan in plans.values()]))
         command = ["measure", "--tables", str(args.tables), "--plans", str(plans_file)]
         command += ["--output", str(times_file), "--device", cost.task.device_type]
-        if code := start_ranks(command, args.world_size, "--world-size"):
+        if code := start_ranks(command, args.ranks, "--ranks"):
             raise ConfigError(
                 f"--measure: a rank failed with exit code {code}; its message is above"
             )

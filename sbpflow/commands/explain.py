@@ -14,7 +14,7 @@ def explain(argv: Sequence[str]) -> int:
         "sbpflow explain",
         "Print a run's layouts, totals per rank and link, and settings that would reduce its cost.",
     )
-    parser.add_argument("-n", "--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
     add = parser.add_argument
     add("--shards", action="store_true", help="also print the shards of each table")
     add("--transfers", action="store_true", help="print all transfers and the moves of a step")
@@ -43,15 +43,15 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.report.data import batches_per_s
     from sbpflow.runtime.ranks.rendezvous import device_type_of
 
-    check_world_size(args.world_size)
+    check_world_size(args.ranks)
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config), cache=config.data.cache)
     device = config.parallel.device  # keep "cuda": planning for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
-    planned = run_planner(config, manifest, args.world_size, device_type)
+    planned = run_planner(config, manifest, args.ranks, device_type)
     fields, rules = fields_of(manifest), planned.rules if planned else None
     spec, plan = plan_run(
-        config, fields, world_size=args.world_size, device_type=device_type, planned=rules
+        config, fields, world_size=args.ranks, device_type=device_type, planned=rules
     )
     plan = with_known_kernels(plan, config.parallel.kernel)
     rows = None

@@ -270,7 +270,7 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
 def explained(capsys, folder, *more):
     """Return the output of ``explain`` for scheme 2 on four ranks."""
     capsys.readouterr()
-    words = ["--config", "configs/scheme2.yaml", "--world-size", "4", f"data.path={folder}"]
+    words = ["--config", "configs/scheme2.yaml", "--ranks", "4", f"data.path={folder}"]
     assert explain([*words, "model.wide.crosses=[]", "parallel.kernel=torch", *more]) == 0
     return capsys.readouterr().out
 

@@ -34,7 +34,7 @@ verify clicks
 encode --like clicks --input tomorrow.csv --output tomorrow
 synth --rows 3000 --vocab-scale 0.001 --output generated
 doctor
-explain --config run.yaml --world-size 2
+explain --config run.yaml --ranks 2
 train -n 2 --config run.yaml
 train --config run.yaml model={name: own_module:OwnModel} run.dir=own
 checkpoint ls run/checkpoints

@@ -41,7 +41,7 @@ TABLES = {
 def test_explain_reads_the_file_that_plan_writes(tmp_path):
     tables, out, report = tmp_path / "tables.json", tmp_path / "plan.yaml", tmp_path / "plan.json"
     tables.write_text(json.dumps(TABLES))
-    common = ["--tables", str(tables), "--world-size", "2", "--profile", "h100-dgx"]
+    common = ["--tables", str(tables), "--ranks", "2", "--profile", "h100-dgx"]
     text = plan([*common, "--output", str(out), "--report", str(report)])
     tree = json.loads(report.read_text())
     assert f"predicted step {tree['predicted_ms']:.3f} ms" in text
@@ -70,7 +70,7 @@ def test_explain_prices_shapes_that_a_search_does_not_try(tmp_path, rule, ranks,
     tables, file = tmp_path / "tables.json", tmp_path / "plan.yaml"
     tables.write_text(json.dumps(TABLES))
     file.write_text(f"tables: {{'*': {{sbp: B}}, C1: {rule}}}")
-    words = ["--tables", str(tables), "--world-size", str(ranks), "--profile", "h100-dgx"]
+    words = ["--tables", str(tables), "--ranks", str(ranks), "--profile", "h100-dgx"]
     text = explain([*words, "--plan", str(file)])
     assert line in text
     cost = TaskCost(PROFILE, read_tables(tables).task(ranks, "cuda"))
@@ -121,7 +121,7 @@ def test_a_described_machine_has_the_memory_of_its_data_sheet(tmp_path):
     path = tmp_path / "tables.json"
     large = {**TABLES["tables"][0], "rows": 2_000_000_000, "dim": 64}
     whole = {"batch_size": 512, "tables": [large]}
-    words = ["--tables", str(path), "--world-size", "2", "--profile", "h100-dgx"]
+    words = ["--tables", str(path), "--ranks", "2", "--profile", "h100-dgx"]
     words += ["--planner", "size"]
     path.write_text(json.dumps(whole))
     with pytest.raises(PlanError, match=r"fits in 68.00 GB per rank.*the largest table is C1"):
@@ -356,7 +356,7 @@ def test_unknown_planners_and_impossible_tasks_are_refused(tmp_path):
         planner_of("best")
     path = tmp_path / "tables.json"
     path.write_text(json.dumps({**TABLES, "device_gb": 0.00001}))
-    words = ["--tables", str(path), "--world-size", "2", "--profile", "h100-dgx"]
+    words = ["--tables", str(path), "--ranks", "2", "--profile", "h100-dgx"]
     words += ["--planner", "size"]
     output, report = tmp_path / "plan.yaml", tmp_path / "report.txt"
     output.write_text("a plan that fits")

@@ -60,7 +60,7 @@ def test_a_cached_run_equals_one_in_memory_and_shows_its_figures(
     other = f"run.dir={tmp_path / 'none'}"
     for more, is_shown in (([], True), (["data.batch_size=400"], False), ([other], False)):
         capsys.readouterr()
-        assert explain([*given, *more, "--world-size", "1"]) == 0
+        assert explain([*given, *more, "--ranks", "1"]) == 0
         assert (shown in capsys.readouterr().out) == is_shown
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {path.name for path in whole.iterdir()}

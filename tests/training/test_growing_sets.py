@@ -106,7 +106,7 @@ def test_rows_go_to_keys_that_occur_often_enough(run):
 
 
 def test_explain_shows_the_limits(sets, capsys):
-    words = ["--config", str(sets / "run.yaml"), f"data.path={sets / 'first'}", "--world-size", "1"]
+    words = ["--config", str(sets / "run.yaml"), f"data.path={sets / 'first'}", "--ranks", "1"]
     assert explain(words) == 0
     out = capsys.readouterr().out
     assert "growing tables:" in out
@@ -120,7 +120,7 @@ def test_explain_shows_the_limits(sets, capsys):
 
 def test_explain_forecasts_the_rows_of_keys_in_a_cache(sets, capsys):
     pytest.importorskip("numba", reason="growing tables need numba")
-    words = ["--config", str(sets / "run.yaml"), "--world-size", "2", f"data.path={sets / 'first'}"]
+    words = ["--config", str(sets / "run.yaml"), "--ranks", "2", f"data.path={sets / 'first'}"]
     words += ["model.embedding_dim=8", 'parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
     assert explain([*words, "--json"]) == 0
     caches = json.loads(capsys.readouterr().out)["caches"]
@@ -142,7 +142,7 @@ def test_explain_forecasts_the_rows_of_keys_in_a_cache(sets, capsys):
 
 def test_a_forecast_without_numba_names_the_missing_package(sets, monkeypatch):
     monkeypatch.setattr(live_rows, "find_spec", lambda name: None)
-    words = ["--config", str(sets / "run.yaml"), "--world-size", "2", f"data.path={sets / 'first'}"]
+    words = ["--config", str(sets / "run.yaml"), "--ranks", "2", f"data.path={sets / 'first'}"]
     words += ['parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
     with pytest.raises(ConfigError, match=r"field C3: vocabulary: dynamic needs numba, which is"):
         explain(words)
@@ -218,7 +218,7 @@ def test_settings_are_checked_before_training(sets, words, message):
 
 
 def test_copies_of_growing_tables_are_refused(sets):
-    words = ["--config", str(sets / "run.yaml"), f"data.path={sets / 'first'}", "--world-size", "2"]
+    words = ["--config", str(sets / "run.yaml"), f"data.path={sets / 'first'}", "--ranks", "2"]
     with pytest.raises(ConfigError, match=r"table .*C3: grows: layout .* use S\(0\) or S\(1\)"):
         explain([*words, "parallel.scheme=dp"])
     assert explain([*words, "parallel.scheme=auto"]) == 0

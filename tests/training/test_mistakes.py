@@ -102,12 +102,10 @@ def test_unknown_columns_of_crosses_are_reported_first():
 
 
 def test_explain_needs_a_positive_world(synth_set):
-    with pytest.raises(ConfigError, match="--world-size must be between 1 and 65536, got 0"):
-        explain(["--config", CONFIG, "--world-size", "0", f"data.path={synth_set}"])
-    with pytest.raises(
-        ConfigError, match="--world-size must be between 1 and 65536, got 1000000000"
-    ):
-        explain(["--config", CONFIG, "--world-size", "1000000000", f"data.path={synth_set}"])
+    with pytest.raises(ConfigError, match="--ranks must be between 1 and 65536, got 0"):
+        explain(["--config", CONFIG, "--ranks", "0", f"data.path={synth_set}"])
+    with pytest.raises(ConfigError, match="--ranks must be between 1 and 65536, got 1000000000"):
+        explain(["--config", CONFIG, "--ranks", "1000000000", f"data.path={synth_set}"])
 
 
 def test_a_wrong_pair_of_torch_and_fbgemm_is_named(monkeypatch, four_ranks, synth_set):

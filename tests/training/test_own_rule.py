@@ -264,7 +264,7 @@ def test_optimizers_are_selected_by_module_and_class(synth_set, tmp_path, capsys
     path.write_text(dump_config(config))
     assert load_config(path, models=MODELS) == config
 
-    words = ["--world-size", "2", "--json", f"data.path={synth_set}", "data.batch_size=256"]
+    words = ["--ranks", "2", "--json", f"data.path={synth_set}", "data.batch_size=256"]
     assert explain(["--config", str(path), *words]) == 0
     tables = json.loads(capsys.readouterr().out)["tables"]
     assert {table["kernel"] for table in tables} <= {"numba", "torch"}

@@ -396,7 +396,7 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
 
 
 def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
-    words = ["--config", CONFIG, "--world-size", "2", "--json"]
+    words = ["--config", CONFIG, "--ranks", "2", "--json"]
     auto = ["parallel.plan=auto", "parallel.device=cpu"]
     explain([*words, *SMALL, f"data.path={synth_set}", *auto])
     tables = json.loads(capsys.readouterr().out)["tables"]
@@ -406,7 +406,7 @@ def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
 
 
 def test_explain_prints_the_times_of_each_rank_and_the_alternatives(synth_set, calibrated, capsys):
-    words = ["--config", CONFIG, "--world-size", "2", *SMALL, f"data.path={synth_set}"]
+    words = ["--config", CONFIG, "--ranks", "2", *SMALL, f"data.path={synth_set}"]
     fixed = "parallel.tables={deep.C3: {sbp: S(1)}}"
     explain([*words, "parallel.plan=auto", "parallel.device=cpu", fixed])
     text = capsys.readouterr().out
@@ -431,7 +431,7 @@ def test_missing_calibrations_name_the_command(synth_set, tmp_path, monkeypatch)
 
 def test_plans_for_gpus_need_the_calibration_of_a_gpu(synth_set, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["--config", CONFIG, "--world-size", "2", *SMALL, f"data.path={synth_set}"]
+    words = ["--config", CONFIG, "--ranks", "2", *SMALL, f"data.path={synth_set}"]
     with pytest.raises(ConfigError, match=r"no usable GPU; use parallel\.device: cpu, or parallel"):
         explain([*words, "parallel.plan=auto", "parallel.device=cuda"])
 

@@ -64,7 +64,7 @@ def test_training_names_its_data_and_known_keys(command):
 def test_the_settings_are_accepted(tmp_path, synth_set, capsys):
     scheme, rules, schema = SETTINGS
     (tmp_path / "a.yaml").write_text(scheme + rules)
-    words = ["--config", str(tmp_path / "a.yaml"), "--world-size", "4", f"data.path={synth_set}"]
+    words = ["--config", str(tmp_path / "a.yaml"), "--ranks", "4", f"data.path={synth_set}"]
     assert explain(words) == 0
     assert "S(1)@[0, 1, 2, 3]" in capsys.readouterr().out
     (tmp_path / "schema.yaml").write_text(schema)

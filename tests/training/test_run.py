@@ -354,7 +354,7 @@ def test_explained_memory_matches_a_rank(ranks, scheme, sparse):
 
 
 def test_explain_plans_gpus_without_one(synth_set, capsys):
-    words = ["--world-size", "8", "--json", f"data.path={synth_set}", "parallel.device=cuda"]
+    words = ["--ranks", "8", "--json", f"data.path={synth_set}", "parallel.device=cuda"]
     assert explain(["--config", str(ROOT / "configs/scheme2.yaml"), *words]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["backend"] == "nccl"
@@ -363,7 +363,7 @@ def test_explain_plans_gpus_without_one(synth_set, capsys):
 
 
 def test_explained_bounds_are_reachable(synth_set, capsys):
-    words = ["--world-size", "4", "--json", f"data.path={synth_set}", "data.batch_size=1024"]
+    words = ["--ranks", "4", "--json", f"data.path={synth_set}", "data.batch_size=1024"]
     assert explain(["--config", CONFIG, *words]) == 0
     steps = {step["id"]: step for step in json.loads(capsys.readouterr().out)["steps"]}
     vectors = steps["deep/unique/fwd/vectors"]

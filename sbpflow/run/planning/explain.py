@@ -25,11 +25,10 @@ _MAX_RANKS = 65_536
 
 
 def check_world_size(world_size: int) -> None:
-    """Raise ConfigError if ``--world-size`` is out of range."""
+    """Raise ConfigError if ``--ranks`` is out of range."""
     if not 1 <= world_size <= _MAX_RANKS:
         raise ConfigError(
-            f"--world-size must be between 1 and {_MAX_RANKS}, got {world_size}; for example, "
-            "--world-size 2"
+            f"--ranks must be between 1 and {_MAX_RANKS}, got {world_size}; for example, --ranks 2"
         )
 
 
