@@ -35,7 +35,7 @@ ACCEPTED = {
     "prepare": ["--output", "--like"],
     "encode": ["--like", "--output"],
     "stats": ["DIR"],
-    "verify": ["path"],
+    "verify": ["DIR"],
     "predict": ["--checkpoint"],
     "export": ["--checkpoint", "--output", "--score", "--follow"],
     "embeddings": ["DIR"],
