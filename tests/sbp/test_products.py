@@ -13,12 +13,12 @@ def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
     return [torch.randn(*shape, generator=generator) for shape in shapes]
 
 
-WAYS = ("oneDNN", "MKL", "MKL with slow shapes")
+WAYS = ("oneDNN", "oneDNN without copies", "MKL", "MKL with slow shapes")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
     assert way in WAYS
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: way == "oneDNN")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: way.startswith("oneDNN"))
     monkeypatch.setattr(products, "onednn_gradients_are_faster", lambda: way == "oneDNN")
     monkeypatch.setattr(products, "mkl_has_slow_shapes", lambda: way == "MKL with slow shapes")
 
@@ -35,6 +35,7 @@ def use(monkeypatch: pytest.MonkeyPatch, way: str = "oneDNN") -> None:
         (300, [300], 300),
         (9, [13, 20], 8),
         (4096, [13, 416], 37),
+        (4300, [13, 416, 260], 64),
         (4096, [5], 1),
         (0, [416], 64),
     ],
@@ -208,6 +209,33 @@ def test_large_inputs_with_narrow_results_use_onednn(rows, outputs, used, monkey
     names = {event.name for event in profile.events()}
     assert ("mkldnn::_linear_pointwise" in names) is used
     assert "aten::mkldnn_linear_backward_weights" not in names
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs_", "outputs", "used"),
+    [
+        (4096, 416, 64, True),
+        (4300, 416, 16, True),  # the last rows are not a whole image
+        (4095, 416, 64, False),  # too few images
+        (4096, 200, 64, False),  # too few values
+        (4096, 416, 144, False),  # too wide
+        (4096, 416, 60, False),  # not a multiple of a block
+    ],
+)
+def test_gradients_of_narrow_layers_are_those_of_a_convolution(
+    rows, inputs_, outputs, used, monkeypatch
+):
+    use(monkeypatch, "oneDNN without copies")
+    x, weight, bias = inputs(rows, [inputs_], outputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        products.linear(x, weight.requires_grad_(), bias).sum().backward()
+    assert ("aten::convolution_backward" in {event.name for event in profile.events()}) is used
+    wanted = x.double().sum(0).expand(outputs, inputs_)
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(weight.grad.double(), wanted, rtol=0, atol=2e-6 * scale)
+    total = torch.full((outputs, inputs_), 3.0)
+    products.add_weight_gradient(total, torch.ones(rows, outputs), x)
+    torch.testing.assert_close(total.double(), wanted + 3.0, rtol=0, atol=2e-6 * scale)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,7 +3,8 @@
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
 torch as well, is faster for large products on CPUs with AVX-512 (``docs/decisions/engine.md``). For
 gradients of weights, oneDNN must copy both operands, so it is faster only on CPUs with 512-bit FMA
-units. On AMD CPUs without AVX-512, oneDNN is faster only for large inputs and few results per row,
+units; on other CPUs, it computes the gradients of narrow layers as those of a convolution, without
+copies. On AMD CPUs without AVX-512, oneDNN is faster only for large inputs and few results per row,
 and MKL is slower if the results of a row do not start at a multiple of 32 bytes, so such results
 get padding. The CPU decides, not a measurement, because the libraries differ in the last bits: on
 equal CPUs, all ranks and all starts of a run compute the same bits for products of the same shape.
@@ -30,6 +31,9 @@ _LEAST_NARROW_INPUT, _MOST_NARROW_OUTPUTS = 1 << 20, 128
 # Rows are copied in blocks: larger copies are slower, because the allocator returns them to the
 # system each time.
 _COPIED_BYTES, _LEAST_ROWS = 8 << 20, 256
+# A gradient is computed as that of a convolution from images of this many rows, if there are enough
+# images, and the number of outputs is a multiple of oneDNN's blocks.
+_IMAGE_ROWS, _LEAST_IMAGES, _OUTPUT_BLOCK = 256, 16, 16
 
 
 def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,17 +45,15 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
     widths = [x.shape[1] for x in xs]
     # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
     columns = [part.contiguous() for part in weight.split(widths, 1)]
-    narrow, *wider = sorted(range(len(xs)), key=lambda n: widths[n])
-    widest, outputs = xs[wider[-1]], weight.shape[0]
-    if not _uses_onednn(widest, outputs) and not _needs_padding(widest, outputs):
-        # The widest input comes last, so that the largest product is fused with an addition.
-        total = F.linear(xs[narrow], columns[narrow], bias)
-        for n in wider:
-            total = torch.addmm(total, xs[n], columns[n].t())
-        return total
-    total: Tensor = _Linear.apply(xs[narrow], columns[narrow], bias)  # pyright: ignore[reportAssignmentType]
-    for n in wider:
-        total = total + _Linear.apply(xs[n], columns[n], None)
+    order = sorted(range(len(xs)), key=lambda n: widths[n])
+    widest, outputs = xs[order[-1]], weight.shape[0]
+    if _uses_onednn(widest, outputs) or _needs_padding(widest, outputs):
+        parts = [tensors[n] for tensors in (xs, columns) for n in reversed(order)]
+        return _Linear.apply(bias, *parts)  # pyright: ignore[reportReturnType]
+    # The widest input comes last, so that the largest product is fused with an addition.
+    total = F.linear(xs[order[0]], columns[order[0]], bias)
+    for n in order[1:]:
+        total = torch.addmm(total, xs[n], columns[n].t())
     return total
 
 
@@ -61,35 +63,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     large = mkl_has_slow_shapes() and _is_large(x, weight.shape[0])
     if _is_plain(x) and (onednn_is_faster() or large):
-        return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(bias, x, weight)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` of float32 matrices, with the faster way for every product. Its second
-    derivatives are computed as those of ``F.linear``.
+    """``linear_of_tensors`` for float32 matrices, with the faster way for every product. The first
+    input is the widest. Second derivatives are computed as those of ``F.linear``.
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wants_input, wants_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_input else None)
-        return product(x, weight, bias)
+    def forward(ctx: Context, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        xs, weights = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+        wanted = ctx.needs_input_grad[1:]
+        want_inputs, want_weights = wanted[: len(xs)], wanted[len(xs) :]
+        ctx.save_for_backward(
+            *(x if want else None for x, want in zip(xs, want_weights, strict=True)),
+            *(weight if want else None for weight, want in zip(weights, want_inputs, strict=True)),
+        )
+        total = product(xs[0], weights[0], bias)
+        for x, weight in zip(xs[1:], weights[1:], strict=True):
+            add_product(total, x, weight)
+        return total
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        bias_gradient = gradient.sum(0) if ctx.needs_input_grad[2] else None
-        if torch.is_grad_enabled():  # these gradients will be differentiated
-            return (
-                None if weight is None else gradient @ weight,
-                None if x is None else gradient.t() @ x,
-                bias_gradient,
-            )
+        saved = ctx.saved_tensors
+        xs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        differentiated = torch.is_grad_enabled()  # these gradients will be differentiated
+
+        def of_input(weight: Tensor) -> Tensor:
+            return gradient @ weight if differentiated else product(gradient, weight.t())
+
+        def of_weight(x: Tensor) -> Tensor:
+            return gradient.t() @ x if differentiated else _weight_gradient(gradient, x)
+
         return (
-            None if weight is None else product(gradient, weight.t()),
-            None if x is None else _weight_gradient(gradient, x),
-            bias_gradient,
+            gradient.sum(0) if ctx.needs_input_grad[0] else None,
+            *(None if weight is None else of_input(weight) for weight in weights),
+            *(None if x is None else of_weight(x) for x in xs),
         )
 
 
@@ -119,9 +131,32 @@ def padded(x: Tensor, outputs: int) -> Tensor:
 
 
 def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    total = x.new_zeros(gradient.shape[1], x.shape[1])
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    if _is_convolution(x, outputs):
+        return _convolution_gradient(gradient, x)
+    total = x.new_zeros(outputs, inputs)
     add_weight_gradient(total, gradient, x)
     return total
+
+
+def _convolution_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """Compute ``gradient.T @ x``, for most rows as the gradient of a 1 x 1 convolution of images
+    with k channels.
+    """
+    whole = x.shape[0] - x.shape[0] % _IMAGE_ROWS
+
+    def images(tensor: Tensor) -> Tensor:
+        blocks = tensor[:whole].contiguous().view(-1, _IMAGE_ROWS, 1, tensor.shape[1])
+        return blocks.permute(0, 3, 1, 2)  # torch's order of dims; channels stay last in memory
+
+    outputs, inputs = gradient.shape[1], x.shape[1]
+    like = x.new_empty(1).expand(outputs, inputs, 1, 1)  # only its shape and dtype matter
+    ones, zeros = (1, 1), (0, 0)  # strides and dilations; padding
+    wanted = (False, True, False)  # the gradients of the input, the weight, and the bias
+    total = torch.ops.aten.convolution_backward(
+        images(gradient), images(x), like, None, ones, zeros, ones, False, zeros, 1, wanted
+    )[1].view(outputs, inputs)
+    return total.addmm_(gradient[whole:].t(), x[whole:]) if whole < x.shape[0] else total
 
 
 def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -139,7 +174,9 @@ def add_weight_gradient(total: Tensor, gradient: Tensor, x: Tensor) -> None:
     ``total``.
     """
     outputs, inputs = total.shape
-    if outputs > inputs and x.device.type == "cpu":
+    if _is_convolution(x, outputs):
+        total += _convolution_gradient(gradient, x)
+    elif outputs > inputs and x.device.type == "cpu":
         # The wider operand comes second: for 4,096 x 13 x 64, MKL then takes 0.11 instead of
         # 0.27 ms (AMD EPYC).
         total += _weight_gradient(x, gradient).t()
@@ -178,6 +215,20 @@ def _is_narrow(values: int, outputs: int) -> bool:
     on copying an input of ``values`` values.
     """
     return values >= _LEAST_NARROW_INPUT and outputs <= _MOST_NARROW_OUTPUTS
+
+
+def _is_convolution(x: Tensor, outputs: int) -> bool:
+    """Return whether oneDNN computes the gradient of a weight [outputs, k] faster as that of a
+    convolution, for an input x [b, k].
+    """
+    return (
+        onednn_is_faster()
+        and not onednn_gradients_are_faster()
+        and x.shape[0] >= _LEAST_IMAGES * _IMAGE_ROWS
+        and outputs % _OUTPUT_BLOCK == 0
+        and _is_narrow(x.numel(), outputs)
+        and _uses_onednn(x, outputs)
+    )
 
 
 def _uses_onednn(x: Tensor, outputs: int, least: int = _LEAST_PRODUCTS) -> bool:
