@@ -197,6 +197,17 @@ def test_compiled_deduplication_equals_a_sort(num_addresses, count):
         assert torch.equal(lookup.inverse(), inverse.int())
 
 
+@pytest.mark.parametrize("num_addresses", [1, 2, 63, 64, 65, 130])
+def test_compiled_deduplication_finds_every_address(num_addresses):
+    pytest.importorskip("numba")
+    from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
+
+    addresses = torch.arange(num_addresses, dtype=torch.int32).flip(0)
+    lookup = CompiledLookup(addresses, indexer=Indexer(num_addresses))
+    assert torch.equal(lookup.rows(), addresses.flip(0))
+    assert torch.equal(lookup.inverse(), addresses)
+
+
 @pytest.mark.parametrize("loop", [True, False])
 @pytest.mark.parametrize("width", [0, 1, 16, 37])
 def test_copied_rows_equal_torch_with_either_copy(monkeypatch, width, loop):

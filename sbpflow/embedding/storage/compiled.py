@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import cast
 
 import numpy as np
+from llvmlite import ir
 from numba.extending import intrinsic
 
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, Node, compiled, prefetch
@@ -45,6 +46,19 @@ def _fma(_: Node, a: Node, b: Node, c: Node) -> Node:
 fma = cast("Callable[[float, float, float], float]", _fma)
 
 
+@intrinsic
+def _cttz(_: Node, bits: Node) -> Node:
+    def generate(_context: Node, builder: Node, _signature: Node, values: Node) -> Node:
+        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 0))
+
+    return bits(bits), generate
+
+
+# ``trailing_zeros`` returns the position of the lowest set bit of an integer, or its number of bits
+# if it is 0.
+trailing_zeros = cast("Callable[[np.uint64], np.uint64]", _cttz)
+
+
 @compiled
 def take_rows(block: Array, at: Array, out: Array) -> None:
     """Copy the rows ``at`` [n] of ``block`` to ``out`` [n, width]."""
@@ -69,9 +83,9 @@ def index_by_bits(
     """Write the unique ``addresses`` to ``rows``, ascending, and the index of each address to
     ``inverse``.
 
-    Return the number of unique addresses. ``words`` (uint64) has one bit per possible address; all
-    bits must be 0, and are 0 again on return. ``before`` (int32) is scratch memory for the number
-    of bits set in preceding words.
+    Return the number of unique addresses. ``rows`` needs room for two more addresses. ``words``
+    (uint64) has one bit per possible address; all bits must be 0, and are 0 again on return.
+    ``before`` (int32) is scratch memory for the number of bits set in preceding words.
     """
     # A bitmap sorts and deduplicates in one go: set the bit of each address, then scan the set
     # bits.
@@ -80,20 +94,26 @@ def index_by_bits(
         words[a >> U64(6)] |= U64(1) << (a & U64(63))
     count = 0
     for w in range(words.size):
-        bits = words[w]
+        bits, place = words[w], count
         before[w] = count
-        while bits != 0:
-            lowest = bits & (~bits + U64(1))
-            rows[count] = w * 64 + np.int64(_popcount(lowest - U64(1)))
-            count += 1
-            bits ^= lowest
+        count += np.int64(_popcount(bits))
+        # Most words have at most two bits. Two addresses are written without branches, which the
+        # CPU would often predict wrongly; the next words overwrite the surplus ones.
+        while True:
+            rows[place] = w * 64 + np.int64(trailing_zeros(bits))
+            bits &= bits - U64(1)
+            rows[place + 1] = w * 64 + np.int64(trailing_zeros(bits))
+            bits &= bits - U64(1)
+            place += 2
+            if place >= count:
+                break
     # The index of an address is the number of set bits below its own.
     for i in range(addresses.size):
         a = U64(addresses[i])
         lower = (U64(1) << (a & U64(63))) - U64(1)
         inverse[i] = before[a >> U64(6)] + np.int32(_popcount(words[a >> U64(6)] & lower))
     words[:] = U64(0)
-    return count
+    return int(count)
 
 
 @compiled

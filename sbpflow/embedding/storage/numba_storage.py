@@ -110,7 +110,7 @@ class Indexer:
         [n]).
         """
         array = addresses.contiguous().numpy()
-        rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)
+        rows, inverse = np.empty(array.size + 2, array.dtype), np.empty(array.size, np.int32)
         if self._num_addresses > MOST_BITS_PER_ID * array.size:
             count = compiled.index_by_hash(array, rows, inverse)
         else:
