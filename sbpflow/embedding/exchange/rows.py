@@ -147,10 +147,15 @@ class RowGroup(Group[RowsInFlight]):
         self.begin_counted(again)
         return again
 
-    def relative(self, addresses: Tensor) -> Tensor:
-        """Convert addresses to row numbers in the stores of their owners."""
-        owner = torch.searchsorted(self._lasts, addresses)
-        return addresses - self._bases.index_select(0, owner)
+    def relative(self, batch: RowsInFlight, rows: Tensor) -> Tensor:
+        """Convert the addresses of the requested rows to row numbers in the stores of their owners.
+
+        The ascending addresses are grouped by owner, with ``batch.request_counts`` per owner.
+        """
+        counts = batch.request_counts
+        if counts is None:
+            raise RuntimeError("the number of requested rows is not known; call send_counts first")
+        return rows - self._bases.repeat_interleave(counts, output_size=rows.numel())
 
     def step(self, batch: RowsInFlight, purpose: Purpose, round: int | None = None) -> ExchangeStep:
         """Return the transfer for ``purpose`` in a round, by default the current round."""

@@ -30,6 +30,7 @@ class TwoLevelGroup(RowGroup):
         by_position = self._lasts.view(len(self._positions), -1)
         self._last_of_positions = by_position[:, -1].contiguous()
         self._last_of_hosts = by_position[own]
+        self._bases = self._bases.view(len(self._positions), -1)[own]
 
     @property
     def part_ranks(self) -> tuple[int, ...]:
@@ -55,7 +56,7 @@ class TwoLevelGroup(RowGroup):
         merged = _merged(batch)
         merged.requested, merged.incoming = requested, incoming
         merged.lookup.num_unique = sum(requested)
-        ids = self.relative(merged.lookup.rows())
+        ids = self.relative(batch, merged.lookup.rows())
         batch.pending = self._ids.start(self.step(batch, "ids"), ids, requested, incoming)
 
     def send_ids(self, batch: RowsInFlight) -> None:

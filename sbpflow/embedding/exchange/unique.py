@@ -37,7 +37,7 @@ class UniqueGroup(RowGroup):
 
     def send_ids(self, batch: RowsInFlight) -> None:
         batch.wanted.num_unique = sum(batch.requested)
-        step, rows = self.step(batch, "ids"), self.relative(batch.wanted.rows())
+        step, rows = self.step(batch, "ids"), self.relative(batch, batch.wanted.rows())
         batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
