@@ -184,8 +184,8 @@ def all_to_all(
     ``sizes`` contains two lists: the sizes to receive from the link's ranks, and the sizes to
     send to them. ``received`` and ``sent`` must be contiguous.
     """
-    receives = dict(zip(link.ranks, received.split(list(sizes[0])), strict=True))
-    sends = dict(zip(link.ranks, sent.split(list(sizes[1])), strict=True))
+    receives = dict(zip(link.ranks, received.split_with_sizes(sizes[0]), strict=True))
+    sends = dict(zip(link.ranks, sent.split_with_sizes(sizes[1]), strict=True))
     own_target, own_source = receives.pop(link.rank), sends.pop(link.rank)
     messages = pass_messages(sends, receives, link)
     own_target.copy_(own_source)  # this copy overlaps the transfer

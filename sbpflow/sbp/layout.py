@@ -141,6 +141,10 @@ class Layout:
 
     def dual(self) -> "Layout":
         """Return the layout of the gradient, in which S stays S, B becomes P, and P becomes B."""
+        return self._dual
+
+    @cached_property
+    def _dual(self) -> "Layout":
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
 
 

@@ -9,6 +9,7 @@ import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast, get_args
 
 from sbpflow.errors import SbpError
@@ -119,6 +120,7 @@ def _parse_sizes(text: str, listed: str | None) -> tuple[int, ...] | None:
     return tuple(int(size) for size in sizes)
 
 
+@lru_cache(maxsize=1024)
 def parse_nd_sbp(text: str) -> NdSbp:
     """Parse ``S(0)`` (one sbp) or ``(S(0), B)`` (one per axis). Raise SbpError for other text."""
     stripped = text.strip()

@@ -96,7 +96,7 @@ class GlobalTensor:
         """
         shape = tuple(full.shape)
         check_user(layout, shape)
-        whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
+        whole = replicated(layout.placement)
         steps = boxing.steps_of("from_full", whole, layout, shape, full.dtype)
         inside = boxing.world.rank in layout.placement
         part = boxing.run(steps, full.detach() if inside else None)
@@ -184,7 +184,7 @@ class GlobalTensor:
         """
         world = self.boxing.world
         everyone = Placement.line(self.layout.placement.device_type, world.size)
-        whole = self.detach().to(Layout(everyone, (Broadcast(),)), id="full").part
+        whole = self.detach().to(replicated(everyone), id="full").part
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> int | float:
@@ -251,10 +251,16 @@ def ones_like(x: GlobalTensor) -> GlobalTensor:
     backward pass can start.
     """
     layout = x.layout.dual()
-    whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
+    whole = replicated(layout.placement)
     inside = x.boxing.world.rank in layout.placement
     ones = torch.ones(x.shape if inside else 0, dtype=x.dtype, device=x.part.device)
     return GlobalTensor(ones, whole, x.shape, x.boxing).to(layout, id="seed")
+
+
+@lru_cache(maxsize=1024)
+def replicated(placement: Placement) -> Layout:
+    """Return the layout with B on every axis of the placement."""
+    return Layout(placement, (Broadcast(),) * placement.ndim)
 
 
 @lru_cache(maxsize=65536)

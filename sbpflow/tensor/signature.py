@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +34,7 @@ class Signature:
     output: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: ``make_rule`` is cached
 class Rule:
     """The dims of an op's operands and output, and its legal signatures, including all-B.
 
@@ -48,8 +49,7 @@ class Rule:
     scales: tuple[tuple[str, int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):  # a tuple, because every op makes and hashes its operands
     """The properties of an operand that the choice of a signature depends on."""
 
     layout: Layout

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 
 import torch
@@ -429,7 +430,7 @@ class Trainer:
         self.embeddings.lookup(embeddings)
         batch_size, vectors = batch.batch_size, self.embeddings.gather_outputs(embeddings)
         logits = self._dense_logits(batch.dense, vectors, batch_size, training=False, seed=0)
-        return logits.to(self._home_layout(batch_size), id="predict").part.squeeze(1)
+        return logits.to(home_layout(self._line, batch_size), id="predict").part.squeeze(1)
 
     def _dense_logits(
         self,
@@ -454,11 +455,13 @@ class Trainer:
 
     def _home(self, part: Tensor, batch_size: int) -> GlobalTensor:
         """Return the global tensor with layout S(0) whose part on this rank is ``part``."""
-        layout, shape = self._home_layout(batch_size), (batch_size, *part.shape[1:])
+        layout, shape = home_layout(self._line, batch_size), (batch_size, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
-    def _home_layout(self, batch_size: int) -> Layout:
-        """Return layout S(0) over all ranks, with explicit sizes if some rank has no rows."""
-        size = self._boxing.world.size
-        sizes = balanced_sizes(batch_size, size) if batch_size < size else None
-        return Layout(self._line, (Split(0, sizes),))
+
+@lru_cache(maxsize=1024)
+def home_layout(line: Placement, batch_size: int) -> Layout:
+    """Return layout S(0) over all ranks, with explicit sizes if some rank has no rows."""
+    size = len(line.ranks)
+    sizes = balanced_sizes(batch_size, size) if batch_size < size else None
+    return Layout(line, (Split(0, sizes),))

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -105,10 +104,11 @@ class Sending:
                 "or, if the tables have many groups, set parallel.shared_memory: false"
             )
         offset, size = self._arena.take(count)
-        with ExitStack() as on_failure:
-            on_failure.callback(self._arena.give_back, offset, size)
+        try:
             copy(self._arena.memory[offset : offset + count])
-            on_failure.pop_all()
+        except BaseException:
+            self._arena.give_back(offset, size)
+            raise
         self._in_flight.append((offset, size))
         entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
         self._number += 1
