@@ -186,10 +186,13 @@ class Lookup:
         # With several threads, ``embedding_bag`` fails for rows without columns.
         if at.numel() == 0 or rows.shape[1] == 0:
             return rows.new_zeros(self.num_bags, rows.shape[1])
+        # The offsets, of which there are fewer, are converted to the dtype of the positions.
+        if at.numel() >= 1 << 31:
+            at = at.to(torch.int64)
         return F.embedding_bag(
-            at.to(torch.int64),
+            at,
             rows,
-            self.offsets,
+            self.offsets.to(at.dtype),
             mode="sum",
             include_last_offset=True,
             per_sample_weights=self.weights,
