@@ -257,6 +257,13 @@ def test_measurements_choose_a_method():
     for choice in (numba_storage._loop_is_faster, numba_storage._pool_loop_is_faster):
         assert choice.__wrapped__(16, torch.float32, torch.int32) in (True, False)
 
+    def slow() -> object:
+        return sum(range(100_000))
+
+    assert numba_storage._is_faster(int, slow)
+    assert not numba_storage._is_faster(slow, int)
+    assert not numba_storage._is_faster(slow, int, tolerance=2.0)
+
 
 def test_compiled_initial_values_equal_torch():
     pytest.importorskip("numba")

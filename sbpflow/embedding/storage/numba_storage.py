@@ -4,6 +4,7 @@ Lookups and updates give the same results as ``TorchStorage``; the docstring of 
 when they are bit-equal. Import this module only if numba is installed.
 """
 
+import math
 import time
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -33,7 +34,9 @@ _NUMBERS = cast(
     {torch.float32: np.float32, torch.float64: np.float64},
 )
 # To measure a copy, read this many rows from a block of this many elements.
-_MEASURED_ROWS, _MEASURED_ELEMENTS = 8192, 1 << 22
+_COPIED_ROWS, _BLOCK_ELEMENTS = 8192, 1 << 22
+# To measure sums, pool this many ids in bags of this many ids from a block of this many rows.
+_POOLED_IDS, _BAG_IDS, _POOLED_ROWS = 1 << 19, 8, 1 << 17
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
@@ -65,37 +68,48 @@ def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) ->
     so the measurement underestimates the gain from prefetching. Both methods give the same bits, so
     ranks need not agree.
     """
-    block, at = _measured_rows(width, dtype, index_dtype)
-    loop = _best_seconds(lambda: _take_in_loop(block, at))
-    return loop < 1.25 * _best_seconds(lambda: block.index_select(0, at))
+    rows = max(_BLOCK_ELEMENTS // max(width, 1), 1)
+    block = torch.ones(rows, width, dtype=dtype)
+    at = (torch.arange(_COPIED_ROWS) * 7919 % rows).to(index_dtype)
+    return _is_faster(
+        lambda: _take_in_loop(block, at), lambda: block.index_select(0, at), tolerance=1.25
+    )
 
 
 @cache
 def _pool_loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
     """Return whether the loop sums bags of eight rows faster than torch on this CPU. Like copies,
     both methods give the same bits.
+
+    The ids are as many as in a batch, and skewed. With few ids, or without skew, the other method
+    may be faster.
     """
-    block, at = _measured_rows(width, dtype, index_dtype)
-    lookup = CompiledLookup(at, torch.arange(0, at.numel() + 1, 8), indexer=Indexer(0))
-    loop = _best_seconds(lambda: lookup.pool_in_loop(block, at))
-    return loop < _best_seconds(lambda: Lookup.pool(lookup, block))
+    block = torch.ones(_POOLED_ROWS, width, dtype=dtype)
+    share = torch.rand(_POOLED_IDS, generator=torch.Generator().manual_seed(0))
+    at = (share.pow(4) * _POOLED_ROWS).to(index_dtype)
+    ends = torch.arange(0, _POOLED_IDS + 1, _BAG_IDS)
+    lookup = CompiledLookup(at, ends, indexer=Indexer(0))
+    return _is_faster(lambda: lookup.pool_in_loop(block, at), lambda: Lookup.pool(lookup, block))
 
 
-def _measured_rows(
-    width: int, dtype: torch.dtype, index_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
-    block = torch.ones(rows, width, dtype=dtype)
-    return block, (torch.arange(_MEASURED_ROWS) * 7919 % rows).to(index_dtype)
+def _is_faster(
+    loop: Callable[[], object], other: Callable[[], object], *, tolerance: float = 1.0
+) -> bool:
+    """Return whether the best of five times of ``loop`` is less than ``tolerance`` times that of
+    ``other``. Stop as soon as ``other`` takes more than twice as long.
+    """
 
-
-def _best_seconds(call: Callable[[], object]) -> float:
-    def seconds() -> float:
+    def seconds(call: Callable[[], object]) -> float:
         start = time.thread_time()
         call()
         return time.thread_time() - start
 
-    return min(seconds() for _ in range(5))
+    best_loop = best_other = math.inf
+    for _ in range(5):
+        best_loop, best_other = min(best_loop, seconds(loop)), min(best_other, seconds(other))
+        if 2 * best_loop < best_other:
+            return True
+    return best_loop < tolerance * best_other
 
 
 class Indexer:
