@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import difflib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -169,8 +169,10 @@ def config_facts(
         *(("optimizer", "tables"), ("model", "fields"), ("model", "tables")),
     ):
         owner = getattr(config, group)
+        patterns = getattr(owner, name, None)  # a user's model may use the name for another value
         if _affects(owner, name) in affecting:
-            facts[f"{group}.{name} (order)"] = show(list(getattr(owner, name, {})))
+            order = list(patterns) if isinstance(patterns, Iterable) else []
+            facts[f"{group}.{name} (order)"] = show(order)
     return facts
 
 

@@ -124,6 +124,17 @@ def test_marks_in_annotations_that_are_strings_count():
     assert "model.threads" not in config_facts(Config(model=Own()), ("results",))
 
 
+def test_a_users_model_may_use_the_names_of_groups_of_patterns():
+    @dataclass(frozen=True, kw_only=True)
+    class Own:
+        name: str = "own"
+        fields: tuple[str, ...] | None = None
+        tables: bool = True
+
+    facts = config_facts(Config(model=Own()))
+    assert (facts["model.fields (order)"], facts["model.tables"]) == ("[]", "true")
+
+
 def test_every_key_has_a_description_and_an_effect():
     rows = [row for section in SCRIPT["sections"]() for row in section.rows]
     assert len({row.line for row in rows}) > 90
