@@ -118,11 +118,11 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
 def import_model(name: str) -> type[Any]:
     """Return a model's class ``package.module:Class``; raise ConfigError for other classes."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
-    tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
-    if not tagged or not callable(getattr(kind, "spec", None)):
+    tag = getattr(kind, "__dataclass_fields__", {}).get("name")
+    if tag is None or not isinstance(tag.default, str) or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
             f"model.name: {name} is not a model configuration; it must be a dataclass with a "
-            "field `name: str` and a method `spec(fields)`, as in examples/"
+            'field such as `name: str = "own"` and a method `spec(fields)`, as in examples/'
         )
     return kind
 
