@@ -59,7 +59,23 @@ def config_of(
     own: dict[str, Any] = plain(tree)
     _apply_all(own, overrides)
     known = _with_own(models, own.get("model"))
-    return build(Config, own, {"model": known}, partial(_split_key, tree=own))
+    config = build(Config, own, {"model": known}, partial(_split_key, tree=own))
+    _check_own_values(config, known)
+    return config
+
+
+def _check_own_values(config: Config, known: Mapping[str, type[Any]]) -> None:
+    """Raise ConfigError if a default of a user's class cannot be read back from a checkpoint."""
+    optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
+    if not any(":" in each.name for each in (config.model, *optimizers)):
+        return
+    try:
+        build(Config, plain(config), {"model": known})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; this is a default of your own class, which predict and export could not "
+            "read from a checkpoint"
+        ) from error
 
 
 def config_from_tree(
