@@ -198,7 +198,7 @@ class TorchPart:
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
         """Compute ``row_loss`` for this rank's rows ([batch, 1] with layout S(0))."""
-        losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
+        losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1)).to(logits.dtype)
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
                 f"row_loss returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
