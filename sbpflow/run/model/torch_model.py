@@ -127,7 +127,7 @@ class TorchModel:
             )
         module = replace_norms(module).to(device=device, dtype=dtype)
         part = TorchPart(module, layouts, boxing, self.row_loss, autocast=self.autocast)
-        check_initial(part.parameters, boxing)
+        check_initial({**part.parameters, **part.constants}, boxing)
         return part
 
     def plain(self, *, seed: int) -> nn.Module:
@@ -164,7 +164,14 @@ class TorchPart:
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
         self._norms = norms_of(module)
         line = Placement.line(boxing.world.device.type, boxing.world.size)
-        self.buffers = buffers_of(self._norms, Layout(line, (Broadcast(),)), boxing)
+        whole = Layout(line, (Broadcast(),))
+        self.buffers = buffers_of(self._norms, whole, boxing)
+        # Frozen parameters and buffers are not saved; they must be the same at each ``make``.
+        frozen = {n: value for n, value in module.named_parameters() if not value.requires_grad}
+        self.constants = {
+            name: GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
+            for name, value in (frozen | self._own_buffers()).items()
+        }
 
     def forward(
         self,
