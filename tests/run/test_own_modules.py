@@ -70,3 +70,17 @@ def refusal(world: World, differs: str) -> str:
 def test_fixed_tensors_that_differ_between_ranks_are_refused(ranks, differs):
     for message in ranks(2, refusal, differs):
         assert f"parameter or buffer {differs}: its initial values differ" in message
+
+
+class PartlyCompiled(Net):
+    """A net that compiles one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.first, backend="aot_eager")
+
+
+def test_the_plain_form_of_a_partly_compiled_module_has_the_names_of_the_spec():
+    outputs = (embedding_output("deep", FIELDS.sparse, dim=DIM),)
+    spec = TorchModel(outputs=outputs, make=PartlyCompiled)
+    assert set(dict(spec.plain(seed=7).named_parameters())) == set(spec.parameters)

@@ -133,8 +133,7 @@ class TorchModel:
     def plain(self, *, seed: int) -> nn.Module:
         """Build a new module on the CPU with the same initial values as a run with ``seed``."""
         module = self._make(stream_key(seed, "module"), torch.device("cpu"))
-        original: object = getattr(module, "_orig_mod", module)  # unwraps torch.compile
-        return original if isinstance(original, nn.Module) else module
+        return _uncompiled(module)
 
 
 class TorchPart:
@@ -324,6 +323,15 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, value in module.named_parameters():
         if value.requires_grad:
             yield plain_name(name), value
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module without the wrappers that ``torch.compile`` adds to it or its parts."""
+    original: object = getattr(module, "_orig_mod", module)
+    module = original if isinstance(original, nn.Module) else module
+    for name, part in list(module.named_children()):
+        setattr(module, name, _uncompiled(part))
+    return module
 
 
 def _check_module(module: nn.Module) -> None:
