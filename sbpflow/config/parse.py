@@ -252,7 +252,7 @@ def _parse_tagged(
         if users and name not in users:
             raise ConfigError(
                 f"{key}.{other} is a setting of {', '.join(users)}, not of {name}; remove it, or "
-                f"give the whole group (for example, {key}: {show(by_name[name]())})"
+                f"give the whole group (for example, {key}: {show({'name': name})})"
             )
     kind = by_name[name]
     if name == _tag(kind):

@@ -105,3 +105,13 @@ def test_a_value_of_an_unsupported_type_is_refused():
 def test_a_model_whose_name_has_no_default_is_refused():
     with pytest.raises(ConfigError, match=r'Untagged is not a model configuration; .* = "own"'):
         config_for(Untagged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Required(Own):
+    dim: int
+
+
+def test_a_key_of_another_model_is_refused_even_if_a_key_is_required():
+    with pytest.raises(ConfigError, match=r"model\.embedding_dim is a setting of wdl, .*Required"):
+        config_for(Required, dim=3, embedding_dim=4)
