@@ -243,6 +243,12 @@ def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
         ScaledMomentum()
 
 
+def test_mistakes_in_state_declarations_are_named(monkeypatch):
+    monkeypatch.setattr(ScaledMomentum, "state", {"velocity": "elements", "scale": "row"})
+    with pytest.raises(ConfigError, match=r"state contains elements; use element .* or row"):
+        ScaledMomentum()
+
+
 def test_a_user_optimizer_is_planned_and_priced():
     _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
     assert plan.priced
