@@ -5,6 +5,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sbpflow.commands.saved_run import add_optimizer
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.files.remote_path import AnyPath, any_path
@@ -42,9 +43,16 @@ def checkpoint(argv: Sequence[str]) -> int:
                          help="a set with keys, prepared with --keys")  # fmt: skip
     to_keys.add_argument("--output", type=any_path, required=True, metavar="FOLDER",
                          help="folder for the new checkpoint")  # fmt: skip
+    for command in (erase, to_keys):
+        add_optimizer(command)
     args = parser.parse_args(argv)
 
     from sbpflow.checkpoint import commands as run
+
+    if names := getattr(args, "optimizer", ()):
+        from sbpflow.run.saved.keys import import_optimizers
+
+        import_optimizers(names)
 
     good = True
     if args.command == "ls":

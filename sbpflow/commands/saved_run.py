@@ -33,13 +33,20 @@ def add_model(
         )
     text = "class of a custom model, which is imported only if this option names it"
     add("--model", metavar="package.module:Class", help=text)
+    add_optimizer(parser)
+    text = "new value for one of the run's keys, such as data.batch_size=4096"
+    add("overrides", nargs="*", metavar="key=value", help=text)
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names custom table optimizers."""
     text = (
         "class of a custom table optimizer, which is imported only if this option names it; "
         "repeat for each class"
     )
-    add("--optimizer", metavar="package.module:Class", action="append", default=[], help=text)
-    text = "new value for one of the run's keys, such as data.batch_size=4096"
-    add("overrides", nargs="*", metavar="key=value", help=text)
+    parser.add_argument(
+        "--optimizer", metavar="package.module:Class", action="append", default=[], help=text
+    )
 
 
 def saved_run(args: argparse.Namespace) -> "tuple[Checkpoint, Config]":

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import difflib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -59,7 +59,23 @@ def config_of(
     own: dict[str, Any] = plain(tree)
     _apply_all(own, overrides)
     known = _with_own(models, own.get("model"))
-    return build(Config, own, {"model": known}, partial(_split_key, tree=own))
+    config = build(Config, own, {"model": known}, partial(_split_key, tree=own))
+    _check_own_values(config, known)
+    return config
+
+
+def _check_own_values(config: Config, known: Mapping[str, type[Any]]) -> None:
+    """Raise ConfigError if a default of a user's class cannot be read back from a checkpoint."""
+    optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
+    if not any(":" in each.name for each in (config.model, *optimizers)):
+        return
+    try:
+        build(Config, plain(config), {"model": known})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; this is a default of your own class, which predict and export could not "
+            "read from a checkpoint"
+        ) from error
 
 
 def config_from_tree(
@@ -118,11 +134,11 @@ def _with_own(models: Mapping[str, type[Any]], group: object) -> dict[str, type[
 def import_model(name: str) -> type[Any]:
     """Return a model's class ``package.module:Class``; raise ConfigError for other classes."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
-    tagged = dataclasses.is_dataclass(kind) and "name" in kind.__dataclass_fields__
-    if not tagged or not callable(getattr(kind, "spec", None)):
+    tag = getattr(kind, "__dataclass_fields__", {}).get("name")
+    if tag is None or not isinstance(tag.default, str) or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
             f"model.name: {name} is not a model configuration; it must be a dataclass with a "
-            "field `name: str` and a method `spec(fields)`, as in examples/"
+            'field such as `name: str = "own"` and a method `spec(fields)`, as in examples/'
         )
     return kind
 
@@ -169,8 +185,10 @@ def config_facts(
         *(("optimizer", "tables"), ("model", "fields"), ("model", "tables")),
     ):
         owner = getattr(config, group)
+        patterns = getattr(owner, name, None)  # a user's model may use the name for another value
         if _affects(owner, name) in affecting:
-            facts[f"{group}.{name} (order)"] = show(list(getattr(owner, name, {})))
+            order = list(patterns) if isinstance(patterns, Iterable) else []
+            facts[f"{group}.{name} (order)"] = show(order)
     return facts
 
 

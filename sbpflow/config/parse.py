@@ -164,7 +164,7 @@ def parse(value: object, kind: Any, key: str, example: object) -> Any:
         return _parse_marked(value, args, key, example)
     if origin in (typing.Union, types.UnionType):
         return _parse_union(value, args, key, example)
-    if origin is Literal:
+    if origin is Literal and all(isinstance(arg, str) for arg in args):
         return _parse_literal(value, args, key)
     if origin is tuple:
         return _parse_tuple(value, kind, key, example)
@@ -172,6 +172,11 @@ def parse(value: object, kind: Any, key: str, example: object) -> Any:
         return _parse_mapping(value, args[1], key, example)
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast("type[Any]", kind), value, key)
+    if kind not in _SCALARS:
+        raise ConfigError(
+            f"{key}: a configuration cannot have fields of type {kind}; use bool, int, float, str, "
+            "Path, a Literal of strings, tuple[T, ...], Mapping[str, T], or a dataclass"
+        )
     return _SCALARS[kind](value, key, example)
 
 
@@ -220,8 +225,8 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
         name = None if example is None else _tag(type(example))
         return _parse_tagged(value, {_tag(kind): kind for kind in kinds}, key, name)
     is_list = isinstance(value, list | tuple)
-    kind = next(kind for kind in kinds if (typing.get_origin(kind) is tuple) == is_list)
-    return parse(value, kind, key, example)
+    fitting = (kind for kind in kinds if (typing.get_origin(kind) is tuple) == is_list)
+    return parse(value, next(fitting, kinds[0]), key, example)
 
 
 def _parse_tagged(
@@ -247,7 +252,7 @@ def _parse_tagged(
         if users and name not in users:
             raise ConfigError(
                 f"{key}.{other} is a setting of {', '.join(users)}, not of {name}; remove it, or "
-                f"give the whole group (for example, {key}: {show(by_name[name]())})"
+                f"give the whole group (for example, {key}: {show({'name': name})})"
             )
     kind = by_name[name]
     if name == _tag(kind):
@@ -395,7 +400,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 @functools.cache
 def _fields(cls: Any) -> "dict[str, dataclasses.Field[Any]]":
-    return {field.name: field for field in dataclasses.fields(cls)}
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
 def _all_keys(kind: Any, prefix: str) -> list[str]:
@@ -447,7 +452,7 @@ def _join(key: str, name: str) -> str:
 def plain(value: Any) -> Any:
     """Return the YAML form of a config value: dicts, lists, strings, and numbers, also of numpy."""
     if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, np.generic | np.ndarray):

@@ -179,12 +179,12 @@ def check_replicas(
 
 
 def check_initial(parameters: Mapping[str, GlobalTensor], boxing: Boxing) -> None:
-    """Raise SbpError on every rank if a parameter with layout B differs between ranks."""
+    """Raise SbpError on every rank if a tensor with layout B differs between ranks."""
     if difference := _first_difference(_copies_of(parameters, boxing.world.size), boxing):
         raise SbpError(
-            f"parameter {difference[0]}: its initial values differ between ranks; a model's make() "
-            "must build a new module on each call and use only torch's default generator, or "
-            "load the same file on every rank"
+            f"parameter or buffer {difference[0]}: its initial values differ between ranks; a "
+            "model's make() must build a new module on each call and use only torch's default "
+            "generator, or load the same file on every rank"
         )
 
 
@@ -217,7 +217,7 @@ def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.itemsize]
         parts = [tensor] if isinstance(tensor, Tensor) else tensor.split(_ROWS_READ)
         for part in parts:
             total += read_values(part).contiguous().view(bits).sum(dtype=torch.int64).to(device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.config.train_options import LossConfig
+from sbpflow.errors import SbpError
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.dense_part import DensePart
@@ -26,13 +27,25 @@ def row_losses(
     """
     weight, smoothing, gamma = config.positive_weight, config.label_smoothing, config.focal_gamma
     targets = ops.smooth_labels(labels, smoothing) if smoothing else labels
+    _check_shape("forward", logits, labels)
     logits = _with_labels(logits, labels, "logits")
-    losses = _with_labels(model.row_losses(logits, targets), labels, "losses")
+    losses = model.row_losses(logits, targets)
+    _check_shape("row_losses", losses, labels)
+    losses = _with_labels(losses, labels, "losses")
     if gamma:
         losses = ops.mul(losses, ops.focal_weights(logits, labels, gamma), id="loss.focal")
     if weight != 1.0:
         losses = ops.mul(losses, ops.class_weights(labels, weight), id="loss.positive_weight")
     return losses
+
+
+def _check_shape(method: str, x: GlobalTensor, labels: GlobalTensor) -> None:
+    """Raise SbpError if a method of the dense part does not return one value per row."""
+    if x.shape != labels.shape:
+        raise SbpError(
+            f"the dense part: {method} returned a tensor of shape {list(x.shape)} for "
+            f"{labels.shape[0]} rows; return one value per row, {list(labels.shape)}"
+        )
 
 
 def _with_labels(x: GlobalTensor, labels: GlobalTensor, id: str) -> GlobalTensor:

@@ -112,6 +112,29 @@ def test_keys_of_a_users_class_affect_results_unless_marked():
     assert "model.threads" not in facts
 
 
+def test_marks_in_annotations_that_are_strings_count():
+    """A module with ``from __future__ import annotations`` has such annotations."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own:
+        name: str = "own"
+        threads: "Annotated[int, Key('execution', 'Threads that read.')]" = 2
+
+    assert "model.threads" in config_facts(Config(model=Own()))
+    assert "model.threads" not in config_facts(Config(model=Own()), ("results",))
+
+
+def test_a_users_model_may_use_the_names_of_groups_of_patterns():
+    @dataclass(frozen=True, kw_only=True)
+    class Own:
+        name: str = "own"
+        fields: tuple[str, ...] | None = None
+        tables: bool = True
+
+    facts = config_facts(Config(model=Own()))
+    assert (facts["model.fields (order)"], facts["model.tables"]) == ("[]", "true")
+
+
 def test_every_key_has_a_description_and_an_effect():
     rows = [row for section in SCRIPT["sections"]() for row in section.rows]
     assert len({row.line for row in rows}) > 90

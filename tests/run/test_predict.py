@@ -4,6 +4,7 @@ sets.
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -459,3 +460,12 @@ def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path)
     frame = pl.read_parquet(tmp_path / "s.parquet")
     np.testing.assert_allclose(frame["score"], np.load(run / "scores.npy"), rtol=0, atol=1e-6)
     assert done.stderr.count("scores, ") == 1, "only rank 0 reports"
+
+
+def test_predictions_need_no_optimizer_state(run, folder, tmp_path):
+    """docs/serving.md recommends this override."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
+    (override,) = re.findall(r"`'(optimizer\.sparse[^']*)'`", page)
+    assert predict(words(run, folder / "set", tmp_path / "s.parquet", override)) == 0
+    frame = pl.read_parquet(tmp_path / "s.parquet")
+    assert frame["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()

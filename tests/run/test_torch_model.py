@@ -385,7 +385,7 @@ def apart(world: World) -> str:
 
 def test_different_initial_values_are_reported_before_the_first_step(ranks):
     for message in ranks(2, apart):
-        assert "parameter last.weight: its initial values differ between ranks" in message
+        assert "parameter or buffer last.weight: its initial values differ between ranks" in message
 
 
 class Wanders:

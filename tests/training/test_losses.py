@@ -18,7 +18,7 @@ from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.embedding.rules.adagrad import Adagrad
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.sgd import Sgd
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.model.spec import (
     Fields,
     ParameterSpec,
@@ -349,3 +349,27 @@ def test_every_table_has_its_rate_decay_and_start(ranks, scheme):
             np.testing.assert_allclose(new, want, rtol=0, atol=1e-13, err_msg=name)
     assert np.abs(starts["deep.C1"]).max() > 0.4
     assert np.abs(starts["deep.C2"]).max() <= 0.05
+
+
+@dataclass(frozen=True)
+class WrongPart:
+    """A dense part that returns one mean instead of a loss per row, or logits without columns."""
+
+    wrong: str
+
+    def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
+        reduction = "mean" if self.wrong == "row_losses" else "none"
+        return ops.bce_with_logits(logits, labels, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shape", "found"), [("row_losses", (6, 1), r"\[\]"), ("forward", (6,), r"\[6\]")]
+)
+def test_a_dense_part_without_a_value_per_row_is_refused(wrong, shape, found):
+    layout, boxing = Layout(Placement.line("cpu", 1), (Split(0),)), DryBoxing(1, device="cpu")
+    logits, labels = (
+        GlobalTensor.from_local(torch.zeros(each), layout, each, boxing) for each in (shape, (6, 1))
+    )
+    message = rf"{wrong} returned a tensor of shape {found} for 6 rows; return .* \[6, 1\]"
+    with pytest.raises(SbpError, match=message):
+        row_losses(WrongPart(wrong), logits, labels, LossConfig())  # type: ignore[arg-type]

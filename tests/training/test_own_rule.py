@@ -5,8 +5,10 @@ priced. Kernels that do not support it are not chosen.
 """
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
+from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.commands.explain import explain
 from sbpflow.config.load import config_from_tree, dump_config, load_config
 from sbpflow.config.parse import plain
@@ -26,12 +29,13 @@ from sbpflow.embedding.storage.choose import (
     choose_kernels,
     kernel_faults,
 )
-from sbpflow.errors import ConfigError, SbpError
+from sbpflow.errors import CheckpointError, ConfigError, SbpError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.execution.job import build_job
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
+from sbpflow.run.saved.keys import check_grows, import_optimizers
 from sbpflow.runtime.random.streams import fill_uniform
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.embedding.own_rule import ScaledMomentum
@@ -239,6 +243,12 @@ def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
         ScaledMomentum()
 
 
+def test_mistakes_in_state_declarations_are_named(monkeypatch):
+    monkeypatch.setattr(ScaledMomentum, "state", {"velocity": "elements", "scale": "row"})
+    with pytest.raises(ConfigError, match=r"state contains elements; use element .* or row"):
+        ScaledMomentum()
+
+
 def test_a_user_optimizer_is_planned_and_priced():
     _, plan = plan_run(config_of("auto", kernel="auto"), FIELDS, world_size=4, device_type="cpu")
     assert plan.priced
@@ -318,3 +328,19 @@ def test_a_class_derived_from_a_built_in_rule_does_not_inherit_its_functions():
 
     faults = kernel_faults(facts(optimizer=Doubled()), {})
     assert faults["numba"] == "kernel numba does not support doubled"
+
+
+def test_commands_that_rewrite_keys_import_the_optimizer_only_by_name(monkeypatch, tmp_path):
+    _, plan = plan_run(config_of("3"), FIELDS, world_size=1, device_type="cpu")
+    saved = SimpleNamespace(path=tmp_path, documents={"plan": json.loads(plan_to_json(plan))})
+    monkeypatch.delitem(sys.modules, "tests.embedding.own_rule")
+    with pytest.raises(CheckpointError, match=r"has not been imported.*name its class"):
+        check_grows(saved, "C1")
+    import_optimizers([NAME])
+    with pytest.raises(ConfigError, match="--field C1 does not grow"):
+        check_grows(saved, "C1")
+    erase = ["erase", str(tmp_path), "--field", "C1", "--keys", str(tmp_path / "keys")]
+    to_keys = ["to-keys", str(tmp_path), "--data", str(tmp_path), "--output", str(tmp_path / "out")]
+    for words in (erase, to_keys):
+        with pytest.raises(ConfigError, match="--optimizer: no_such:Rule cannot be imported"):
+            checkpoint([*words, "--optimizer", "no_such:Rule"])

@@ -126,6 +126,11 @@ class SparseOptimizer(ABC):
                 f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use one of "
                 f"{known}"
             )
+        if unknown := set(self.state.values()) - set(get_args(StateSize)):
+            raise ConfigError(
+                f"sparse optimizer {self.name}: state contains {', '.join(map(str, unknown))}; use "
+                "element (one value per element) or row (one per row)"
+            )
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             value = getattr(self, field.name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sbpflow.errors import ConfigError
 from sbpflow.run.export.bundle import BundleModel, add_facts
 from sbpflow.run.export.graph import example_inputs as dense_inputs
+from sbpflow.run.export.graph import first_names
 from sbpflow.run.export.plain_model import Bag, PlainModel
 from sbpflow.serving.scorer import COMPILED, cpu_features
 
@@ -45,7 +46,8 @@ class Functional(nn.Module):
 def _functional(model: BundleModel) -> tuple[Functional, tuple[Tensor, ...], Any, dict[str, Any]]:
     """Return the module, its example inputs, their dynamic shapes, and their names."""
     widths = {output.name: output.width for output in model.plan.outputs}
-    weights = model.dense.state_dict()
+    first = first_names(model.dense)
+    weights = {name: v for name, v in model.dense.state_dict().items() if first[name] == name}
     module = Functional(model.dense, tuple(widths), tuple(weights))
     inputs = dense_inputs(widths, model.num_dense, model.plan.dtype)
     rows = torch.export.Dim("rows")

@@ -82,6 +82,7 @@ def _content(
     inputs: dict[str, str] = {}
     weights: dict[str, str] = {}
     values = {name: value.contiguous() for name, value in dense.state_dict().items()}
+    names_of = first_names(dense)
     given = iter(names)
     for spec in program.graph_signature.input_specs:
         node = spec.arg.name
@@ -89,6 +90,7 @@ def _content(
             inputs[next(given)] = node
             continue
         name = str(spec.target).removeprefix("dense.")
+        name = names_of.get(name, name)
         if name not in values:
             constant = program.constants[str(spec.target)]
             if not isinstance(constant, Tensor):
@@ -111,6 +113,18 @@ def _content(
         "output": result.name,
     }
     return content, values
+
+
+def first_names(dense: nn.Module) -> dict[str, str]:
+    """Return, for each name of a parameter or buffer, the first name of the same tensor, which is
+    its only name in checkpoints, and thus in deltas.
+    """
+    named = [
+        *dense.named_parameters(remove_duplicate=False),
+        *dense.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in named}
 
 
 def _kwargs(node: torch.fx.Node) -> dict[str, Any]:

@@ -127,14 +127,13 @@ class TorchModel:
             )
         module = replace_norms(module).to(device=device, dtype=dtype)
         part = TorchPart(module, layouts, boxing, self.row_loss, autocast=self.autocast)
-        check_initial(part.parameters, boxing)
+        check_initial({**part.parameters, **part.constants}, boxing)
         return part
 
     def plain(self, *, seed: int) -> nn.Module:
         """Build a new module on the CPU with the same initial values as a run with ``seed``."""
         module = self._make(stream_key(seed, "module"), torch.device("cpu"))
-        original: object = getattr(module, "_orig_mod", module)  # unwraps torch.compile
-        return original if isinstance(original, nn.Module) else module
+        return _uncompiled(module)
 
 
 class TorchPart:
@@ -164,7 +163,14 @@ class TorchPart:
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
         self._norms = norms_of(module)
         line = Placement.line(boxing.world.device.type, boxing.world.size)
-        self.buffers = buffers_of(self._norms, Layout(line, (Broadcast(),)), boxing)
+        whole = Layout(line, (Broadcast(),))
+        self.buffers = buffers_of(self._norms, whole, boxing)
+        # Frozen parameters and buffers are not saved; they must be the same at each ``make``.
+        frozen = {n: value for n, value in module.named_parameters() if not value.requires_grad}
+        self.constants = {
+            name: GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
+            for name, value in (frozen | self._own_buffers()).items()
+        }
 
     def forward(
         self,
@@ -198,7 +204,7 @@ class TorchPart:
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
         """Compute ``row_loss`` for this rank's rows ([batch, 1] with layout S(0))."""
-        losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
+        losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1)).to(logits.dtype)
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
                 f"row_loss returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
@@ -317,6 +323,15 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, value in module.named_parameters():
         if value.requires_grad:
             yield plain_name(name), value
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module without the wrappers that ``torch.compile`` adds to it or its parts."""
+    original: object = getattr(module, "_orig_mod", module)
+    module = original if isinstance(original, nn.Module) else module
+    for name, part in list(module.named_children()):
+        setattr(module, name, _uncompiled(part))
+    return module
 
 
 def _check_module(module: nn.Module) -> None:

@@ -22,8 +22,9 @@ from sbpflow.checkpoint.rewrite import (
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.growth import MAX_COUNT, TOTALS
 from sbpflow.embedding.plan.vocabularies import VocabularyPlan
+from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.embedding.storage.live_rows import NO_TIME
-from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.model.spec import HASHED
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.runtime.files.remote_path import AnyPath
@@ -40,6 +41,12 @@ class Values(NamedTuple):
     ids: Tensor
     keys: Tensor
     counts: Tensor
+
+
+def import_optimizers(names: Collection[str]) -> None:
+    """Import the custom table optimizers of a run, which its plan names."""
+    for name in names:
+        import_rule("--optimizer", name)
 
 
 def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
@@ -198,7 +205,13 @@ def _plan(checkpoint: Checkpoint) -> EmbeddingPlan:
         raise CheckpointError(
             f"{checkpoint.path} contains no plan; use a checkpoint written by `sbpflow train`"
         )
-    return plan_from_json(json.dumps(checkpoint.documents["plan"])).embeddings
+    try:
+        return plan_from_json(json.dumps(checkpoint.documents["plan"])).embeddings
+    except DataError as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: {error}; if the run has a custom table optimizer, name its class "
+            "(--optimizer my_rules:MyOptimizer)"
+        ) from error
 
 
 def _tensors(checkpoint: Checkpoint, table: str) -> list[str]:

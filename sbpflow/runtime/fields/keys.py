@@ -1,7 +1,8 @@
 """Defines ``Key``, which annotates a configuration field with its effect and description."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_type_hints
 
 Affects = Literal["results", "scores", "execution"]
 
@@ -32,7 +33,16 @@ class Example:
 
 
 def key_of(kind: type, name: str) -> Key | None:
-    """Return a dataclass field's Key, or None if there is none or the annotation is a string."""
+    """Return a dataclass field's Key, or None if there is none."""
     field = getattr(kind, "__dataclass_fields__", {}).get(name)
-    marks = getattr(field.type, "__metadata__", ()) if field is not None else ()
+    if field is None:
+        return None
+    # With ``from __future__ import annotations``, the annotations of a user's class are strings.
+    hint = _hints(kind)[name] if isinstance(field.type, str) else field.type
+    marks = getattr(hint, "__metadata__", ())
     return next((mark for mark in marks if isinstance(mark, Key)), None)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)

@@ -1,0 +1,86 @@
+"""Tests torch modules whose losses or fixed tensors are unusual."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.errors import SbpError
+from sbpflow.run.execution.job import start_job
+from sbpflow.run.model.spec import Fields, embedding_output
+from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.runtime.ranks.world import World
+from tests.run.test_torch_model import DIM, FIELDS, Net, config, run
+
+
+def exact_bce(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss in float64, as users do for precision."""
+    return F.binary_cross_entropy_with_logits(logits.double(), labels.double(), reduction="none")
+
+
+class Fixed(Net):
+    """A net with a frozen parameter and buffers of several dtypes; ``differs`` names one of them,
+    whose value differs between processes.
+    """
+
+    def __init__(self, differs: str) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+        if differs:
+            getattr(self, differs).fill_(os.getpid() % 2**16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    name: str = "own"
+    differs: str = ""
+    exact: bool = False
+
+    def spec(self, fields: Fields) -> TorchModel:
+        outputs = (embedding_output("deep", fields.sparse, dim=DIM),)
+        options = {"row_loss": exact_bce} if self.exact else {}
+        return TorchModel(outputs=outputs, make=lambda: Fixed(self.differs), **options)
+
+
+def losses(world: World, exact: bool) -> list[float]:
+    given = config("3", Model(exact=exact), dtype="float32")
+    return run(start_job(given, FIELDS, Boxing(world)), world)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_in_float64_trains_a_float32_module(ranks, size):
+    (wanted,) = ranks(1, losses, False)
+    for found in ranks(size, losses, True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def refusal(world: World, differs: str) -> str:
+    with pytest.raises(SbpError) as caught:
+        start_job(config("3", Model(differs=differs)), FIELDS, Boxing(world))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("differs", ["frozen", "scale"])
+def test_fixed_tensors_that_differ_between_ranks_are_refused(ranks, differs):
+    for message in ranks(2, refusal, differs):
+        assert f"parameter or buffer {differs}: its initial values differ" in message
+
+
+class PartlyCompiled(Net):
+    """A net that compiles one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.first, backend="aot_eager")
+
+
+def test_the_plain_form_of_a_partly_compiled_module_has_the_names_of_the_spec():
+    outputs = (embedding_output("deep", FIELDS.sparse, dim=DIM),)
+    spec = TorchModel(outputs=outputs, make=PartlyCompiled)
+    assert set(dict(spec.plain(seed=7).named_parameters())) == set(spec.parameters)
