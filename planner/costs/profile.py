@@ -28,7 +28,7 @@ from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 
-FORMAT = 5  # version of the file format
+FORMAT = 6  # version of the file format
 MOST_BYTES = 2**26  # file size limit
 Price = Annotated[float, Range(low=0, below=1e12)]  # ms per counted unit, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]

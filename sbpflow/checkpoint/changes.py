@@ -48,7 +48,7 @@ class ChangedRows(SelectedRows):
 
     def among(self, trained: TrainedRows) -> TrainedRows:
         """Return the rows of ``trained`` that have changed."""
-        marks = np.zeros(self.store.num_rows, np.bool)
+        marks = np.zeros(self.store.num_rows, np.bool_)
         marks[self.changed] = True
         return trained.among(marks)
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[Any]  # dtype int32 or int64
-TakeMarked = Callable[[Rows, NDArray[np.bool], NDArray[np.int64]], int]
+TakeMarked = Callable[[Rows, NDArray[np.bool_], NDArray[np.int64]], int]
 
 
-def take_marked_by_numpy(rows: Rows, marks: NDArray[np.bool], taken: NDArray[np.int64]) -> int:
+def take_marked_by_numpy(rows: Rows, marks: NDArray[np.bool_], taken: NDArray[np.int64]) -> int:
     """Write the marked rows among ``rows`` to ``taken``, each once, and clear their marks.
 
     Return the number of these rows. Row numbers beyond the last mark count as not marked.
@@ -36,5 +36,5 @@ def choose_take_marked() -> TakeMarked:
         return take_marked_by_numpy
     take: TakeMarked = import_module("sbpflow.checkpoint.mark_loops").take_marked
     for dtype in (np.int32, np.int64):
-        take(np.zeros(1, dtype), np.zeros(1, np.bool), np.zeros(1, np.int64))
+        take(np.zeros(1, dtype), np.zeros(1, np.bool_), np.zeros(1, np.int64))
     return take

@@ -77,7 +77,7 @@ class RowLog:
         # at a multiple of its item size.
         empty = store.read(slice(0, 0)).items()
         self._like = dict(sorted(empty, key=lambda item: -item[1].itemsize))
-        self._pending: np.ndarray[tuple[int], np.dtype[np.bool]] = pending.numpy()
+        self._pending: np.ndarray[tuple[int], np.dtype[np.bool_]] = pending.numpy()
         self._range_rows = range_rows
         num_rows = self._num_rows = self._pending.size if order is None else order.num_rows
         self._row_bytes = 8 + sum(

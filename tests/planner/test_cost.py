@@ -270,8 +270,8 @@ def test_processes_with_equal_pids_on_several_hosts_can_write_the_same_profile(t
 
 def test_a_profile_of_the_former_format_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"format": 4, "work_ms": {}}))
-    message = r"not a profile of this version \(its format is 4, but this version reads 5\)"
+    path.write_text(json.dumps({"format": 5, "work_ms": {}}))
+    message = r"not a profile of this version \(its format is 5, but this version reads 6\)"
     with pytest.raises(ConfigError, match=message + "; rerun sbpflow calibrate"):
         load(path)
 

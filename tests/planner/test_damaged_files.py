@@ -78,7 +78,7 @@ def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
             | {"ranks_per_link": 3},
             "link.ranks_per_link must divide link.ranks_per_node, 4, got 3",
         ),
-        ("format", 4, "format is 4, but this version reads 5"),
+        ("format", 5, "format is 5, but this version reads 6"),
     ],
 )
 def test_the_wrong_key_of_a_profile_is_named(tmp_path, key, value, message):

@@ -167,6 +167,18 @@ def test_importing_sbpflow_imports_neither_dali_nor_fbgemm():
     assert run_python(code) == "[]"
 
 
+def test_the_oldest_numpy_has_the_names_in_use():
+    """NumPy 1.26, the oldest allowed, lacks these names, which NumPy 2 added."""
+    added = "bool|long|ulong|astype|concat|isdtype|permute_dims|pow|bitwise_count|trapezoid|vecdot"
+    found = [
+        f"{name(path)}: {match[0]}"
+        for path in PYTHON
+        for match in re.finditer(rf"\bnp\.({added}|unique_\w+)\b", path.read_text())
+    ]
+    assert '"numpy>=1.26"' in (ROOT / "pyproject.toml").read_text()
+    assert found == []
+
+
 def test_the_launcher_does_not_import_torch():
     """A Ctrl-C or a broken torch must be handled by ``run_main``, so importing the launcher must
     not import torch.

@@ -288,7 +288,7 @@ def test_old_exported_tensors_equal_the_checkpoint():
 
 def test_an_old_calibration_is_refused_and_an_old_plan_is_priced():
     with pytest.raises(
-        ConfigError, match=r"format is 2, but this version reads 5.*run sbpflow calibrate"
+        ConfigError, match=r"format is 2, but this version reads 6.*run sbpflow calibrate"
     ):
         load_profile(OLD / "profile.json")
     cost = TaskCost(described("h100-dgx"), read_tables(OLD / "tables.json").task(2))

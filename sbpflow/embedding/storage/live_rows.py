@@ -71,7 +71,7 @@ class LiveRows:
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.addresses = np.zeros(stop - start, np.int64)
-        self.is_live = np.zeros(stop - start, np.bool)
+        self.is_live = np.zeros(stop - start, np.bool_)
 
     def apply(self, changes: Changes) -> tuple[Tensor, Tensor]:
         """Apply the changes of a batch; return the rows in this range that were assigned to new

@@ -236,7 +236,7 @@ class Vocabulary:
         contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
         buckets = km.buckets_of(slots[contents > 0, km.ADDRESS]) - self.buckets[0]
         t.live[:] = np.bincount(buckets, minlength=t.live.size)
-        is_free = np.ones(int(state[km.NEXT_ROW]), np.bool)
+        is_free = np.ones(int(state[km.NEXT_ROW]), np.bool_)
         is_free[contents[contents > 0] - 1] = False
         free_rows = np.flatnonzero(is_free)
         state[km.FREE_ROWS] = free_rows.size
