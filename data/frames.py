@@ -101,7 +101,7 @@ def _check_options(options: Mapping[str, object], *, splits: bool) -> None:
 @contextmanager
 def named_rows(folder: Path) -> Generator[None]:
     """In error messages, replace the paths of files in ``folder`` with the names that the caller
-    uses for the rows.
+    uses for the rows. At the end, remove the files, which may be as large as the rows in memory.
     """
     try:
         yield
@@ -111,6 +111,9 @@ def named_rows(folder: Path) -> Generator[None]:
         for part in SPLITS:
             text = text.replace(str(folder / f"{part}.arrow"), f"data[{part!r}]")
         raise DataError(*text.split("\n  ")) from error
+    finally:
+        for part in ("rows", *SPLITS):
+            (folder / f"{part}.arrow").unlink(missing_ok=True)
 
 
 def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:

@@ -1,7 +1,6 @@
 """``sbpflow predict``: score rows with a trained model."""
 
 import argparse
-import gc
 import hashlib
 import json
 import logging
@@ -17,6 +16,7 @@ from sbpflow.commands.saved_run import add_model, config_of_run, saved_run
 from sbpflow.data.engine import Cached, add_engine
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.garbage import collecting_later
 from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
@@ -36,15 +36,11 @@ _BLOCK_ROWS, _SPLIT = 1_000_000, "test"
 
 def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
-    gc.disable()  # during startup, each garbage collection would scan all imported objects
-    try:
-        return _predict(argv)
-    finally:
-        gc.unfreeze()
-        gc.enable()
+    with collecting_later() as collect:
+        return _predict(argv, collect)
 
 
-def _predict(argv: Sequence[str]) -> int:
+def _predict(argv: Sequence[str], collect: Callable[[], None]) -> int:
     parser = ArgumentParser(
         prog="sbpflow predict",
         description="Score raw rows or a prepared set; write Parquet, CSV, or TSV.",
@@ -90,7 +86,7 @@ def _predict(argv: Sequence[str]) -> int:
         )
     bad: float = args.max_bad_fraction or 0.0
     if args.engine != "ranks":
-        gc.enable()
+        collect()
         setup_logging(0)
         _predict_as_tasks(args, checkpoint, config, scoring, block_rows, bad)
         return 0
@@ -113,8 +109,7 @@ def _predict(argv: Sequence[str]) -> int:
             joined=joined,
             blocks=blocks,
         )
-        gc.freeze()
-        gc.enable()
+        collect()
         if blocks is None:
             write_scores(job, loader, scoring)
         else:

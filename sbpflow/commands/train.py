@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.processes.garbage import collecting_later
 from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
 
@@ -76,13 +77,15 @@ def run_rank(
     """
     # torch is imported here so that ``--help`` is fast and ``run_main`` can report a broken
     # installation.
-    from sbpflow.config.load import load_config
-    from sbpflow.models.registry import MODELS
-    from sbpflow.runtime.compute.malloc import keep_freed_memory
-    from sbpflow.training.report import setup_logging
+    with collecting_later() as collect:
+        from sbpflow.config.load import load_config
+        from sbpflow.models.registry import MODELS
+        from sbpflow.runtime.compute.malloc import keep_freed_memory
+        from sbpflow.training.report import setup_logging
 
-    keep_freed_memory()
-    train_config(load_config(path, overrides, models=MODELS), tracker, joined=setup_logging)
+        keep_freed_memory()
+        config = load_config(path, overrides, models=MODELS)
+        train_config(config, tracker, joined=setup_logging, ready=collect)
     return 0
 
 
@@ -90,12 +93,13 @@ def train_config(
     config: "Config",
     tracker: "Callable[[int], Reporter] | None" = None,
     *,
-    joined: Callable[[int], None] | None = None,
+    joined: Callable[[int], None] = lambda _: None,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Train as one rank; the environment variables describe the world.
 
-    ``joined(rank)`` is called once all ranks have joined. A single-process run closes everything at
-    its end, even after an error.
+    ``joined(rank)`` is called once all ranks have joined, and ``ready()`` before the first step. A
+    single-process run closes everything at its end, even after an error.
     """
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.checkpoint.read import open_checkpoint
@@ -138,8 +142,7 @@ def train_config(
         )
         world = boxing.world
         opened.callback(world.close)
-        if joined is not None:
-            joined(world.rank)
+        joined(world.rank)
         opened.callback(lock_run_folder(config, boxing).close)
         if (lock := lock_given_folder(config, boxing)) is not None:
             opened.callback(lock.close)
@@ -159,12 +162,12 @@ def train_config(
         plan = saved or with_measured_kernels(plan, request, boxing)
         job = build_job(config, spec, plan, boxing)
         check_rows(config, manifest.splits, batch_norm=has_batch_norm(job.model))
-        start = resume.load(decision, job, data, boxing)
-        start = resume.at_cursor(start, config, loaders["train"])
+        start = resume.at_cursor(resume.load(decision, job, data, boxing), config, loaders["train"])
         if start.cursor is not None:  # the batch size may differ from that of the checkpoint
             left = manifest.splits["train"] - int(start.cursor["cursor"])
             check_rows(config, {"train": left}, batch_norm=has_batch_norm(job.model))
         run = resume.Resumed(decision, start, data)
+        ready()
         _fit(config, manifest, job, loaders, run, planned, tracker, opened)
 
 

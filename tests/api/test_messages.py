@@ -1,4 +1,6 @@
-"""Tests that errors from the Python API name its arguments, not command-line options."""
+"""Tests that errors from the Python API name its arguments, not command-line options, and that it
+keeps no copies of tables.
+"""
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import pytest
 import sbpflow
 from sbpflow.api import _series
 from sbpflow.checkpoint.folder import DATA_FOLDER
+from sbpflow.data.frames import prepared_set
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import ConfigError, DataError
 from tests.api.test_api import CONFIG, SCHEMA, fit, rows
@@ -34,6 +37,12 @@ def test_mistakes_are_explained_for_python(tmp_path):
     with pytest.raises(ConfigError) as caught:
         sbpflow.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} has no metrics.jsonl, so it is not a run")
+
+
+def test_the_copy_of_a_table_is_removed_once_its_rows_are_prepared(tmp_path):
+    parts = {"train": rows(100), "val": rows(50, 1)}
+    prepared_set(parts, tmp_path, SCHEMA, {})
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["set"]
 
 
 def test_a_table_as_the_configuration_is_refused():

@@ -10,6 +10,7 @@ would block the process for the whole time limit.
 import argparse
 import contextlib
 import errno
+import gc
 import logging
 import os
 import re
@@ -141,6 +142,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         logger.debug("ending with exit code %d", code, exc_info=True)
         exits.leave(reason, code)
     exits.done()
+    gc.freeze()  # otherwise, Python would scan all objects at exit
     sys.exit(code)
 
 
