@@ -1,6 +1,7 @@
 """Tests torch modules whose losses or fixed tensors are unusual."""
 
 import os
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,10 @@ from sbpflow.errors import SbpError
 from sbpflow.run.execution.job import start_job
 from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.runtime.processes.garbage import collecting_later
 from sbpflow.runtime.ranks.world import World
+from sbpflow.sbp.placement import Placement
+from sbpflow.tensor.global_tensor import replicated
 from tests.run.test_torch_model import DIM, FIELDS, Net, config, run
 
 
@@ -84,3 +88,23 @@ def test_the_plain_form_of_a_partly_compiled_module_has_the_names_of_the_spec():
     outputs = (embedding_output("deep", FIELDS.sparse, dim=DIM),)
     spec = TorchModel(outputs=outputs, make=PartlyCompiled)
     assert set(dict(spec.plain(seed=7).named_parameters())) == set(spec.parameters)
+
+
+def test_what_make_leaves_in_cycles_is_freed_though_a_run_starts_without_collections():
+    class Loaded:
+        def __init__(self) -> None:
+            self.table, self.itself = torch.zeros(10), self
+
+    freed: list[weakref.ref[Loaded]] = []
+
+    def make() -> nn.Module:
+        freed.append(weakref.ref(Loaded()))
+        return Net()
+
+    outputs = (embedding_output("deep", FIELDS.sparse, dim=DIM),)
+    spec = TorchModel(outputs=outputs, make=make)
+    with World.start("cpu") as world, collecting_later():
+        layouts = dict.fromkeys(spec.parameters, replicated(Placement.line("cpu", 1)))
+        spec.build(layouts, Boxing(world), seed=1, dtype=torch.float32)
+        assert len(freed) == 2
+        assert all(each() is None for each in freed)

@@ -6,6 +6,7 @@ DDP is not used, because it would average gradients that the engine already scal
 number of rows.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ class TorchModel:
                 f"make returned the same {type(module).__name__} twice; build a new module at "
                 "each call, and load any initial values inside that call"
             )
+        # A run starts without collections, and the user's code may leave large tensors in cycles.
+        gc.collect()
         module = replace_norms(module).to(device=device, dtype=dtype)
         part = TorchPart(module, layouts, boxing, self.row_loss, autocast=self.autocast)
         check_initial({**part.parameters, **part.constants}, boxing)
