@@ -73,14 +73,17 @@ def test_fixed_tensors_that_differ_between_ranks_are_refused(ranks, differs):
 
 
 class PartlyCompiled(Net):
-    """A net that compiles one of its layers."""
+    """A net that compiles one of its layers, which has two names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.compile(self.first, backend="aot_eager")
+        self.first = self.again = torch.compile(self.first, backend="aot_eager")
 
 
 def test_the_plain_form_of_a_partly_compiled_module_has_the_names_of_the_spec():
     outputs = (embedding_output("deep", FIELDS.sparse, dim=DIM),)
     spec = TorchModel(outputs=outputs, make=PartlyCompiled)
-    assert set(dict(spec.plain(seed=7).named_parameters())) == set(spec.parameters)
+    net = spec.plain(seed=7)
+    assert set(dict(net.named_parameters())) == set(spec.parameters)
+    assert net.again is net.first
+    assert isinstance(net.first, nn.Linear)

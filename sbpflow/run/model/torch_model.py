@@ -329,8 +329,10 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """Return the module without the wrappers that ``torch.compile`` adds to it or its parts."""
     original: object = getattr(module, "_orig_mod", module)
     module = original if isinstance(original, nn.Module) else module
-    for name, part in list(module.named_children()):
-        setattr(module, name, _uncompiled(part))
+    # ``named_children`` would omit the second name of a part that has two.
+    for name, part in list(module.named_modules(remove_duplicate=False)):
+        if name and "." not in name:
+            setattr(module, name, _uncompiled(part))
     return module
 
 
