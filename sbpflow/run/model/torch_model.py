@@ -168,7 +168,7 @@ class TorchPart:
         # Frozen parameters and buffers are not saved; they must be the same at each ``make``.
         frozen = {n: value for n, value in module.named_parameters() if not value.requires_grad}
         self.constants = {
-            name: GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
+            plain_name(name): GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
             for name, value in (frozen | self._own_buffers()).items()
         }
 
