@@ -65,12 +65,21 @@ def config_of(
 
 
 def _check_own_values(config: Config, known: Mapping[str, type[Any]]) -> None:
-    """Raise ConfigError if a default of a user's class cannot be read back from a checkpoint."""
+    """Raise ConfigError if a value of a user's class cannot be saved, or a default cannot be read
+    back from a checkpoint.
+    """
     optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
     if not any(":" in each.name for each in (config.model, *optimizers)):
         return
     try:
         build(Config, plain(config), {"model": known})
+        config_facts(config)
+    except yaml.representer.RepresenterError as error:
+        value = error.args[-1]
+        raise ConfigError(
+            f"a field of your own class is {brief(value)}, an object of type "
+            f"{type(value).__name__}, which cannot be saved as YAML; use a plain value"
+        ) from error
     except ConfigError as error:
         raise ConfigError(
             f"{error}; this is a default of your own class, which predict and export could not "
@@ -135,7 +144,8 @@ def import_model(name: str) -> type[Any]:
     """Return a model's class ``package.module:Class``; raise ConfigError for other classes."""
     kind = import_own_class("model.name", name, "my_package.my_module:MyModel")
     tag = getattr(kind, "__dataclass_fields__", {}).get("name")
-    if tag is None or not isinstance(tag.default, str) or not callable(getattr(kind, "spec", None)):
+    is_tagged = tag is not None and tag.init and isinstance(tag.default, str)
+    if not is_tagged or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
             f"model.name: {name} is not a model configuration; it must be a dataclass with a "
             'field such as `name: str = "own"` and a method `spec(fields)`, as in examples/'

@@ -166,16 +166,16 @@ def parse(value: object, kind: Any, key: str, example: object) -> Any:
         return _parse_union(value, args, key, example)
     if origin is Literal and all(isinstance(arg, str) for arg in args):
         return _parse_literal(value, args, key)
-    if origin is tuple:
+    if origin is tuple and args:
         return _parse_tuple(value, kind, key, example)
-    if origin in (Mapping, dict):
+    if origin in (Mapping, dict) and args:
         return _parse_mapping(value, args[1], key, example)
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast("type[Any]", kind), value, key)
     if kind not in _SCALARS:
         raise ConfigError(
             f"{key}: a configuration cannot have fields of type {kind}; use bool, int, float, str, "
-            "Path, a Literal of strings, tuple[T, ...], Mapping[str, T], or a dataclass"
+            "Path, a Literal of strings, tuple[T, ...], Mapping[str, T], a dataclass, or T | None"
         )
     return _SCALARS[kind](value, key, example)
 
@@ -221,7 +221,7 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
         return parse(value, kinds[0], key, example)
     if RemotePath in kinds:
         return _parse_path(value, key, example, any_path)
-    if dataclasses.is_dataclass(kinds[0]):
+    if all(_is_group(kind) and "name" in _fields(kind) for kind in kinds):
         name = None if example is None else _tag(type(example))
         return _parse_tagged(value, {_tag(kind): kind for kind in kinds}, key, name)
     is_list = isinstance(value, list | tuple)
@@ -389,7 +389,7 @@ def _refuse(key: str, value: object, expected: str, example: object) -> NoReturn
 def _eg(key: str, example: object) -> str:
     if example is None:
         return ""
-    return f" (for example, {key.rpartition('.')[2]}: {show(example)})"
+    return f" (for example, {key.rpartition('.')[2]}: {_shown(example)})"
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import re
 import runpy
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -122,6 +122,13 @@ def test_marks_in_annotations_that_are_strings_count():
 
     assert "model.threads" in config_facts(Config(model=Own()))
     assert "model.threads" not in config_facts(Config(model=Own()), ("results",))
+
+
+def test_annotations_that_cannot_be_resolved_have_no_marks():
+    """A type may be imported only for type checkers."""
+
+    own = make_dataclass("Own", [("name", str, "own"), ("known", "Unknown | None", None)])
+    assert config_facts(Config(model=own()))["model.name"] == "own"
 
 
 def test_a_users_model_may_use_the_names_of_groups_of_patterns():

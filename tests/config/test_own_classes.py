@@ -1,5 +1,6 @@
 """Tests which fields the configuration classes of users may have."""
 
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,43 @@ class Either(Own):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bare(Own):
+    scales: typing.Mapping = field(default_factory=dict)
+
+
+class Word(str):
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Special(Own):
+    kind: str = Word("sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived(Own):
+    table: object = field(init=False, default_factory=object)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Own):
+    kind: str = field(default_factory=object)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unnamed(Own):
+    size: Part | int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    name: str = field(init=False, default="own")
+
+    def spec(self, fields):
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
 class Untagged:
     name: str
 
@@ -90,6 +128,9 @@ def test_a_model_with_supported_fields_is_read_from_a_checkpoint():
         (Depths, r"model\.depth: .* fields of type typing\.Literal\[1, 2\]; use .* of strings"),
         (Nothing, r"model\.folder: nothing is not a string"),
         (Either, r"model\.dropout: 0\.1 \(float\) is not a whole number"),
+        (Bare, r"model\.scales: .* fields of type typing\.Mapping; use .* Mapping\[str, T\]"),
+        (Wrong, r"model\.kind: <object object at \w+> \(object\) is not a string"),
+        (Unnamed, r"model\.size: 3 \(int\) is not a group of keys"),
     ],
 )
 def test_defaults_that_a_checkpoint_could_not_restore_are_refused(kind, message):
@@ -102,9 +143,16 @@ def test_a_value_of_an_unsupported_type_is_refused():
         config_for(Lists, hidden=[16])
 
 
-def test_a_model_whose_name_has_no_default_is_refused():
-    with pytest.raises(ConfigError, match=r'Untagged is not a model configuration; .* = "own"'):
-        config_for(Untagged)
+@pytest.mark.parametrize(("kind", "type_name"), [(Special, "Word"), (Derived, "object")])
+def test_values_that_cannot_be_saved_are_refused(kind, type_name):
+    with pytest.raises(ConfigError, match=rf"an object of type {type_name}, which cannot be saved"):
+        config_for(kind)
+
+
+@pytest.mark.parametrize("kind", [Untagged, Fixed])
+def test_a_model_whose_name_cannot_be_set_or_has_no_default_is_refused(kind):
+    with pytest.raises(ConfigError, match=r'\w+ is not a model configuration; .* = "own"'):
+        config_for(kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,12 +44,17 @@ class Fixed(Net):
 class Model:
     name: str = "own"
     differs: str = ""
+    compiled: bool = False
     exact: bool = False
 
     def spec(self, fields: Fields) -> TorchModel:
         outputs = (embedding_output("deep", fields.sparse, dim=DIM),)
         options = {"row_loss": exact_bce} if self.exact else {}
-        return TorchModel(outputs=outputs, make=lambda: Fixed(self.differs), **options)
+        return TorchModel(outputs=outputs, make=self.make, **options)
+
+    def make(self) -> nn.Module:
+        net = Fixed(self.differs)
+        return torch.compile(net, backend="aot_eager") if self.compiled else net
 
 
 def losses(world: World, exact: bool) -> list[float]:
@@ -64,30 +69,34 @@ def test_a_loss_in_float64_trains_a_float32_module(ranks, size):
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def refusal(world: World, differs: str) -> str:
+def refusal(world: World, differs: str, compiled: bool) -> str:
+    model = Model(differs=differs, compiled=compiled)
     with pytest.raises(SbpError) as caught:
-        start_job(config("3", Model(differs=differs)), FIELDS, Boxing(world))
+        start_job(config("3", model), FIELDS, Boxing(world))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("differs", ["frozen", "scale"])
-def test_fixed_tensors_that_differ_between_ranks_are_refused(ranks, differs):
-    for message in ranks(2, refusal, differs):
+@pytest.mark.parametrize(("differs", "compiled"), [("frozen", True), ("scale", False)])
+def test_fixed_tensors_that_differ_between_ranks_are_refused(ranks, differs, compiled):
+    for message in ranks(2, refusal, differs, compiled):
         assert f"parameter or buffer {differs}: its initial values differ" in message
 
 
 class PartlyCompiled(Net):
-    """A net that compiles one of its layers."""
+    """A net that compiles one of its layers, which has two names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.compile(self.first, backend="aot_eager")
+        self.first = self.again = torch.compile(self.first, backend="aot_eager")
 
 
 def test_the_plain_form_of_a_partly_compiled_module_has_the_names_of_the_spec():
     outputs = (embedding_output("deep", FIELDS.sparse, dim=DIM),)
     spec = TorchModel(outputs=outputs, make=PartlyCompiled)
-    assert set(dict(spec.plain(seed=7).named_parameters())) == set(spec.parameters)
+    net = spec.plain(seed=7)
+    assert set(dict(net.named_parameters())) == set(spec.parameters)
+    assert net.again is net.first
+    assert isinstance(net.first, nn.Linear)
 
 
 def test_what_make_leaves_in_cycles_is_freed_though_a_run_starts_without_collections():

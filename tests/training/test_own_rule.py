@@ -244,8 +244,10 @@ def test_mistakes_in_kernel_declarations_are_named(monkeypatch):
 
 
 def test_mistakes_in_state_declarations_are_named(monkeypatch):
-    monkeypatch.setattr(ScaledMomentum, "state", {"velocity": "elements", "scale": "row"})
-    with pytest.raises(ConfigError, match=r"state contains elements; use element .* or row"):
+    monkeypatch.setattr(ScaledMomentum, "state", {"velocity": "elements", "scale": "column"})
+    with pytest.raises(
+        ConfigError, match=r"state contains column, elements; use element .* or row"
+    ):
         ScaledMomentum()
 
 

@@ -120,15 +120,15 @@ class SparseOptimizer(ABC):
         own = self.__dataclass_fields__["name"].default
         if self.name != own and ":" not in self.name:
             raise ConfigError(f"sparse optimizer: the name must be {own!r}, got {self.name!r}")
-        if unknown := set(self.kernels) - set(get_args(CompiledKernel)):
+        if unknown := sorted(set(self.kernels) - set(get_args(CompiledKernel))):
             known = ", ".join(get_args(CompiledKernel))
             raise ConfigError(
                 f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use one of "
                 f"{known}"
             )
-        if unknown := set(self.state.values()) - set(get_args(StateSize)):
+        if unknown := sorted({*map(str, self.state.values())} - {*get_args(StateSize)}):
             raise ConfigError(
-                f"sparse optimizer {self.name}: state contains {', '.join(map(str, unknown))}; use "
+                f"sparse optimizer {self.name}: state contains {', '.join(unknown)}; use "
                 "element (one value per element) or row (one per row)"
             )
         hints = get_type_hints(type(self), include_extras=True)

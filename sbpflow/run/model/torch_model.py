@@ -171,7 +171,7 @@ class TorchPart:
         # Frozen parameters and buffers are not saved; they must be the same at each ``make``.
         frozen = {n: value for n, value in module.named_parameters() if not value.requires_grad}
         self.constants = {
-            name: GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
+            plain_name(name): GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
             for name, value in (frozen | self._own_buffers()).items()
         }
 
@@ -332,8 +332,10 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """Return the module without the wrappers that ``torch.compile`` adds to it or its parts."""
     original: object = getattr(module, "_orig_mod", module)
     module = original if isinstance(original, nn.Module) else module
-    for name, part in list(module.named_children()):
-        setattr(module, name, _uncompiled(part))
+    # ``named_children`` would omit the second name of a part that has two.
+    for name, part in list(module.named_modules(remove_duplicate=False)):
+        if name and "." not in name:
+            setattr(module, name, _uncompiled(part))
     return module
 
 

@@ -38,11 +38,14 @@ def key_of(kind: type, name: str) -> Key | None:
     if field is None:
         return None
     # With ``from __future__ import annotations``, the annotations of a user's class are strings.
-    hint = _hints(kind)[name] if isinstance(field.type, str) else field.type
+    hint = _hints(kind).get(name) if isinstance(field.type, str) else field.type
     marks = getattr(hint, "__metadata__", ())
     return next((mark for mark in marks if isinstance(mark, Key)), None)
 
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+    try:
+        return get_type_hints(kind, include_extras=True)
+    except NameError:  # a name that is imported only under ``TYPE_CHECKING``, or local
+        return {}
