@@ -15,12 +15,15 @@ from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Own:
-    name: str = "own"
+class Model:
+    """Has the method that a model needs; reading a configuration does not call it."""
 
-    def spec(self, fields):
-        raise NotImplementedError
+    def spec(self, fields): ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Model):
+    name: str = "own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,19 +98,13 @@ class Unnamed(Own):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
+class Fixed(Model):
     name: str = field(init=False, default="own")
-
-    def spec(self, fields):
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Untagged:
+class Untagged(Model):
     name: str
-
-    def spec(self, fields):
-        raise NotImplementedError
 
 
 def config_for(kind: type, **keys: object) -> Config:

@@ -372,4 +372,4 @@ def test_a_dense_part_without_a_value_per_row_is_refused(wrong, shape, found):
     )
     message = rf"{wrong} returned a tensor of shape {found} for 6 rows; return .* \[6, 1\]"
     with pytest.raises(SbpError, match=message):
-        row_losses(WrongPart(wrong), logits, labels, LossConfig())  # type: ignore[arg-type]
+        row_losses(WrongPart(wrong), logits, labels, LossConfig())
