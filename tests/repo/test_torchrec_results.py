@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.repo.results import PAGES, RECORDS, read, rows
+from tests.repo.results import PAGES, RECORDS, ROOT, read, rows
 
 PAGE = PAGES["torchrec"]
 # The end of a record's name, by the heading of its column.
@@ -46,6 +46,13 @@ def test_the_table_of_other_work_shows_the_recorded_values(record):
     shown = {transfers: (speedup, times) for _, transfers, _, speedup, times in
              rows("torchrec", f"{record}.jsonl")}  # fmt: skip
     assert shown == comparisons(record)
+
+
+def test_the_readme_has_the_range_of_all_comparisons():
+    found = (comparisons(path.stem) for path in RECORDS.glob("vs_torchrec_*.jsonl"))
+    ratios = [float(speedup.split()[0]) for each in found for speedup, _ in each.values()]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"are {min(ratios):.1f} to {max(ratios):.1f} times as fast as TorchRec's" in readme
 
 
 def test_plain_torch_took_the_recorded_times():
