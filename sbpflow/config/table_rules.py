@@ -70,8 +70,8 @@ class TableRule:
         Example("unique"),
         Key(
             "execution",
-            "How IDs and vectors are exchanged: local, columns, reduce, or unique. The "
-            "default depends on the layout.",
+            f"How IDs and vectors are exchanged: {', '.join(exchange_names())}. The default "
+            "depends on the layout.",
         ),
     ] = None
     comm_dtype: Annotated[
