@@ -28,7 +28,6 @@ from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import (
     Adam,
     Config,
@@ -46,6 +45,7 @@ from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 

@@ -18,7 +18,6 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.format import digest_of
-from sbpflow.checkpoint.save import Saver
 from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
 from sbpflow.config.parse import plain
@@ -35,6 +34,7 @@ from sbpflow.run.execution.predict import on_rank_0, predictions, probabilities
 from sbpflow.run.execution.start import join_ranks
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.saved.save import Saver
 from sbpflow.run.saved.saved_model import find_checkpoint, load_values, saved_config, saved_plan
 from sbpflow.runtime.ranks.world import World
 from tests import deadlines

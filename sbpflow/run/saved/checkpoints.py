@@ -12,7 +12,6 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import Claim, checked, keep_only, step_folder, tidy
 from sbpflow.checkpoint.format import Previous, digest_of
 from sbpflow.checkpoint.run_file import RunFacts, write_run
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checks import writable_folder
 from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import plain
@@ -23,6 +22,7 @@ from sbpflow.run.execution.predict import on_rank_0
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.saved.coordinated_stop import CoordinatedStop
 from sbpflow.run.saved.resume import Read, Resumed, given_folder, relevant_facts
+from sbpflow.run.saved.save import Saver
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
