@@ -23,8 +23,8 @@ from sbpflow.config.model_tables import (
     table_of,
 )
 from sbpflow.config.table_rules import Scheme, TableRule
-from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.plan.growth import Growth
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 from sbpflow.embedding.plan.tables import (
     INITIAL_RANGE,
     Combine,
