@@ -245,7 +245,8 @@ def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
         whole = expected.tensor(name)
         flat = whole.reshape(whole.shape[0], -1) if whole.ndim else whole.reshape(1, 1)
         for part in tensor.rectangles:
-            there = flat[part.row_start : part.row_stop, part.col_start : part.col_stop]
+            place = part.place
+            there = flat[place.row_start : place.row_stop, place.col_start : place.col_stop]
             apart = _apart(part.values.reshape(there.shape), there)
             found[name] = max(apart, found.get(name, 0.0))
     return found

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sbpflow.checkpoint.format import BLOCK_BYTES, Place
+from sbpflow.checkpoint.format import BLOCK_BYTES
 from sbpflow.embedding.plan.growth import first_address
+from sbpflow.embedding.state import Place
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import mix, unmix
 

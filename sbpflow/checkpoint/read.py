@@ -21,13 +21,13 @@ from sbpflow.checkpoint.format import (
     Index,
     Patch,
     Piece,
-    Place,
     Previous,
     SavedTensor,
     digest_of,
     from_json,
 )
 from sbpflow.checkpoint.keys import Addresses, read_by_key
+from sbpflow.embedding.state import Place
 from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files.json_file import JsonError, read_text
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path

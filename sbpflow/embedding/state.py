@@ -146,17 +146,49 @@ class StoredShard:
         return {name: StoredRows(self.store, name, start, stop) for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rectangle:
-    """Part [row_start:row_stop, col_start:col_stop] of a logical tensor: a view or ``StoredRows``.
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
 
-    If the tensor has one value per row, ``values`` has shape [rows], without a dim for columns.
+    All dims after the first are flattened to columns. A 1-d tensor has one column.
     """
 
     row_start: int
     row_stop: int
     col_start: int
     col_stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_stop - self.row_start
+
+    @property
+    def num_columns(self) -> int:
+        return self.col_stop - self.col_start
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.num_columns
+
+    def common(self, other: "Place") -> "Place | None":
+        """Return the intersection, or ``None`` if it is empty."""
+        both = Place(
+            max(self.row_start, other.row_start),
+            min(self.row_stop, other.row_stop),
+            max(self.col_start, other.col_start),
+            min(self.col_stop, other.col_stop),
+        )
+        return both if both.num_rows > 0 and both.num_columns > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """The part ``place`` of a logical tensor: a view or ``StoredRows``.
+
+    If the tensor has one value per row, ``values`` has shape [rows], without a dim for columns.
+    """
+
+    place: Place
     values: Values
 
 
@@ -273,7 +305,7 @@ def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
     for name, kind, dtype in zip(names, KEY_TENSORS, KEY_TENSORS.values(), strict=True):
         count = copy.size(kind)
         values = StoredRows(KeyColumn(partial(copy.column, kind), dtype), WEIGHTS, 0, count)
-        parts = Rectangle(row_start=0, row_stop=count, col_start=0, col_stop=1, values=values)
+        parts = Rectangle(Place(0, count, 0, 1), values)
         tensors.append(LogicalTensor(name=name, shape=(count,), rectangles=(parts,), field=field))
     return tensors
 
@@ -283,14 +315,8 @@ def _rectangle(
 ) -> Rectangle:
     """Return the rectangle of ``values``: all rows of a shard and, by default, all its columns."""
     shard = held.shard
-    col_start, col_stop = columns or (shard.col_start, shard.col_stop)
-    return Rectangle(
-        row_start=shard.row_start,
-        row_stop=shard.row_stop,
-        col_start=col_start,
-        col_stop=col_stop,
-        values=values,
-    )
+    columns = columns or (shard.col_start, shard.col_stop)
+    return Rectangle(Place(shard.row_start, shard.row_stop, *columns), values)
 
 
 def _state(held: StoredShard, key: str, starts: list[int], stack: TableBatch) -> Rectangle:

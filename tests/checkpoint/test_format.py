@@ -24,9 +24,10 @@ from sbpflow.checkpoint.folder import (
     remove_checkpoint,
     tidy,
 )
-from sbpflow.checkpoint.format import Index, Place, SavedTensor, cover_fault, from_json, to_json
+from sbpflow.checkpoint.format import Index, SavedTensor, cover_fault, from_json, to_json
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.embedding.state import Place
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import json_digest
 

@@ -15,11 +15,11 @@ from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, TensorSpec
 from sbpflow.checkpoint.changes import Changes, ChangeTracker, Stores, Written
-from sbpflow.checkpoint.format import Patch, Place, Previous, cover_fault, whole_of
+from sbpflow.checkpoint.format import Patch, Previous, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
 from sbpflow.checkpoint.snapshot import SaveCost, Snapshot
-from sbpflow.checkpoint.write import Part, rectangle_place, write_parts
-from sbpflow.embedding.state import LogicalTensor, Values
+from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.embedding.state import LogicalTensor, Place, Values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.background import in_background
@@ -249,10 +249,10 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 def _view(tensor: LogicalTensor, place: Place) -> Values:
     """Return the values of ``place``, which must span all columns of a rectangle on this rank."""
     for rectangle in tensor.rectangles:
-        if rectangle_place(rectangle).common(place) == place:
+        if rectangle.place.common(place) == place:
             if rectangle.values.ndim == 0:
                 return rectangle.values
-            top = rectangle.row_start
+            top = rectangle.place.row_start
             return rectangle.values[place.row_start - top : place.row_stop - top]
     raise RuntimeError(f"{tensor.name}: no rectangle of this rank contains {place}")
 
@@ -260,5 +260,5 @@ def _view(tensor: LogicalTensor, place: Place) -> Values:
 def _places(tensor: LogicalTensor) -> list[Place]:
     if tensor.is_copy:
         return []
-    places = [rectangle_place(rectangle) for rectangle in tensor.rectangles]
+    places = [rectangle.place for rectangle in tensor.rectangles]
     return [place for place in places if place.num_elements]
