@@ -77,7 +77,7 @@ class DenseAllreduce(Exchange):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         out = facts.batch_size / facts.world_size * facts.dim * facts.vectors
         numbers = facts.num_rows * (facts.dim + 1.0)
-        sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.gradient_item
+        sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.sent_item
         updated = facts.sums_bytes(facts.touched, facts.dim, out)
         if facts.batches > 1:
             updated = facts.collected_bytes(facts.touched * facts.dim, facts.touched, updated)
@@ -90,13 +90,13 @@ class DenseAllreduce(Exchange):
             # Zeroing, all-reducing, and searching for touched rows pass over all rows. With a
             # factor of 15, ``scheme: auto`` would choose copies for 510 small tables on loopback,
             # where unique rows are 2.9% faster.
-            "copied_bytes": 25 * numbers * facts.gradient_item,
+            "copied_bytes": 25 * numbers * facts.sent_item,
             "reduced_bytes": sent,
             # The largest part is either the sent gradients with those of the rank's own rows, or
             # the received gradients with those of all touched rows.
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
             + max(
-                numbers * facts.gradient_item + facts.wanted * facts.dim * facts.item,
+                numbers * facts.sent_item + facts.wanted * facts.dim * facts.item,
                 numbers * facts.item + updated,
             ),
         }
@@ -127,14 +127,14 @@ class _Boxed(Exchange):
         return Stage(purpose="vectors", steps=there), Stage(purpose="gradients", steps=back)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        samples = facts.samples
-        received = samples * facts.dim * facts.vectors * cut[0]
+        out = facts.samples * facts.dim * facts.vectors
+        received = out * cut[0]
         return {
             "home_elements": received,
-            "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
+            "copied_bytes": 2 * facts.sent_item * (1 + cut[0]) * out,
             # partial sums from the other owners of rows
-            "buffer_bytes": (received - samples * facts.dim * facts.vectors) * facts.item,
-            "gradient_bytes": received * facts.gradient_item,
+            "buffer_bytes": (received - out) * facts.item,
+            "gradient_bytes": received * facts.sent_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
 
@@ -151,10 +151,10 @@ class _Boxed(Exchange):
             + facts.collected_bytes(out, reads, facts.sums_bytes(touched, width, out)),
             "seen_ids": facts.lookups,
             **_looked_up(reads, width, out),
-            "copied_bytes": 2 * facts.both_ways * out,
-            "vector_bytes": others * out * facts.vector_item,
+            "copied_bytes": 4 * facts.sent_item * out,
+            "vector_bytes": others * out * facts.sent_item,
             # ``home`` includes what a rank would send to itself; the negative counts subtract it.
-            "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
+            "gradient_bytes": -facts.samples * width * facts.vectors * facts.sent_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
             **facts.squares(facts.step_share * touched if alike else facts.most_lookups, cut),

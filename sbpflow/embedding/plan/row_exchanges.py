@@ -123,16 +123,16 @@ class CopiedRows(RowExchange):
             "read_rows": wanted,
             "read_elements": wanted * dim,
             "repeat_elements": wanted * dim * size,
-            "copied_bytes": wanted * dim * size * facts.gradient_item,
+            "copied_bytes": wanted * dim * size * facts.sent_item,
             "counted_bytes": 4.0 * wanted * (size - 1),
-            "gradient_bytes": wanted * dim * (size - 1) * facts.gradient_item,
+            "gradient_bytes": wanted * dim * (size - 1) * facts.sent_item,
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
             + facts.batches * wanted * size * facts.index_item
             # The rank's own gradients are freed before the update sums the gathered ones.
             + max(
-                (own + gathered) * facts.gradient_item,
+                (own + gathered) * facts.sent_item,
                 facts.collected_bytes(gathered, wanted * size, sums),
             ),
         }
@@ -182,9 +182,9 @@ class Unique(RowExchange):
         local = -wanted / cut[0]
         return {
             **_served(facts, requested, touched, rows, width),
-            "vector_bytes": sent * facts.vector_item,
+            "vector_bytes": sent * facts.sent_item,
             "counted_bytes": 4.0 * local,
-            "gradient_bytes": local * width * facts.gradient_item,
+            "gradient_bytes": local * width * facts.sent_item,
         }
 
 
@@ -231,9 +231,9 @@ class UniqueColumns(RowExchange):
             # The gradients exist as sums, as columns for each rank, and as received; or, after they
             # have been sent, as received and in the dtype of the arithmetic, which ``part`` counts.
             "buffer_bytes": received["buffer_bytes"]
-            + sides * max(2 * facts.gradient_item - facts.item, 0.0),
+            + sides * max(2 * facts.sent_item - facts.item, 0.0),
             "home_elements": sides,
-            "copied_bytes": 2 * sides * facts.both_ways,
+            "copied_bytes": 4 * sides * facts.sent_item,
             "counted_bytes": 4.0 * facts.wanted * (facts.world_size - 1),
         }
 
@@ -241,9 +241,9 @@ class UniqueColumns(RowExchange):
         size, wanted = facts.world_size, facts.wanted
         return {
             **_served(facts, size * wanted, facts.touched, rows, width),
-            "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
+            "vector_bytes": (size - 1) * wanted * width * facts.sent_item,
             # A rank keeps its own columns of the rows that it requests itself.
-            "gradient_bytes": -wanted * width * facts.gradient_item,
+            "gradient_bytes": -wanted * width * facts.sent_item,
             **facts.squares(facts.step_share * facts.touched, cut),
         }
 
@@ -264,10 +264,10 @@ def _received(facts: Facts) -> dict[str, float]:
     """Return the work of receiving requested rows and sending their gradients."""
     elements = facts.wanted * facts.dim
     return {
-        "gradient_bytes": elements * facts.gradient_item,
-        "copied_bytes": elements * facts.both_ways,
+        "gradient_bytes": elements * facts.sent_item,
+        "copied_bytes": 2 * elements * facts.sent_item,
         "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
-        + elements * facts.gradient_item,
+        + elements * facts.sent_item,
     }
 
 

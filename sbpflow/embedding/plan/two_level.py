@@ -136,8 +136,8 @@ class UniqueTwoLevel(Exchange):
             "update_ids": merged,
             "update_elements": merged * dim,
             **facts.steps(touched, dim),
-            "copied_bytes": dim * (wanted * (facts.vector_item + facts.item))
-            + dim * merged * facts.both_ways,
-            "host_bytes": near * (4.0 + dim * (facts.vector_item + facts.item)),
-            "network_bytes": far * (4.0 + dim * facts.both_ways),
+            "copied_bytes": dim * (wanted * (facts.sent_item + facts.item))
+            + 2 * dim * merged * facts.sent_item,
+            "host_bytes": near * (4.0 + dim * (facts.sent_item + facts.item)),
+            "network_bytes": far * (4.0 + 2 * dim * facts.sent_item),
         }
