@@ -178,6 +178,28 @@ class Facts:
         return {"reduced_bytes": sent if self.shares_state else 0.0}
 
 
+def looked_up(rows: float, width: float) -> dict[str, float]:
+    """Return the work of reading ``rows`` and of summing their gradients in the update."""
+    return {
+        "read_rows": rows,
+        "read_elements": rows * width,
+        "update_ids": rows,
+        "update_elements": rows * width,
+    }
+
+
+def expanded(lookups: float, unique: float, width: float) -> dict[str, float]:
+    """Return the work of finding the ``unique`` ids of ``lookups`` and of expanding their rows to
+    one vector per lookup.
+    """
+    return {
+        "home_sort": lookups,
+        "home_unique": unique,
+        "expand_rows": lookups,
+        "expand_elements": lookups * width,
+    }
+
+
 def join_counts(samples: float, width: int, item: int) -> Counts:
     """Return what a rank copies to join the parts of several groups into one output [samples,
     width] with items of this size, and to split its gradient: the output is joined (read and

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
 
-from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.costs.counts import Counts, Cut, Facts, looked_up
 from sbpflow.embedding.plan.group_plan import ALONE, Cuts, Exchange, GroupPlan, Member, Stage
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.sbp.layout import Layout
@@ -41,7 +41,8 @@ class Alone(Exchange):
             + facts.collected_bytes(
                 out, facts.lookups, facts.sums_bytes(facts.touched, facts.dim, out)
             ),
-            **_looked_up(facts.lookups, facts.dim, out),
+            **looked_up(facts.lookups, facts.dim),
+            "out_elements": out,
             "home_elements": out,
             **facts.steps(facts.touched, facts.dim),
         }
@@ -84,7 +85,8 @@ class DenseAllreduce(Exchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             **facts.steps(facts.touched, facts.dim),
-            **_looked_up(facts.local_lookups, facts.dim, out),
+            **looked_up(facts.local_lookups, facts.dim),
+            "out_elements": out,
             "home_elements": out,
             "whole_elements": numbers,
             # Zeroing, all-reducing, and searching for touched rows pass over all rows. With a
@@ -150,7 +152,8 @@ class _Boxed(Exchange):
             + facts.batches * facts.index_item * reads
             + facts.collected_bytes(out, reads, facts.sums_bytes(touched, width, out)),
             "seen_ids": facts.lookups,
-            **_looked_up(reads, width, out),
+            **looked_up(reads, width),
+            "out_elements": out,
             "copied_bytes": 4 * facts.sent_item * out,
             "vector_bytes": others * out * facts.sent_item,
             # ``home`` includes what a rank would send to itself; the negative counts subtract it.
@@ -228,16 +231,3 @@ def is_copied(layout: Layout, world_size: int) -> bool:
 def powers(size: int) -> list[int]:
     """Return 2, 4, 8, ... below ``size``, followed by ``size``."""
     return [*(2**n for n in range(1, size.bit_length()) if 2**n < size), size]
-
-
-def _looked_up(ids: float, width: float, out: float) -> dict[str, float]:
-    """Return the work of an owner that looks up ``ids`` ids and sends ``out`` elements of
-    vectors.
-    """
-    return {
-        "read_rows": ids,
-        "read_elements": ids * width,
-        "out_elements": out,
-        "update_ids": ids,
-        "update_elements": ids * width,
-    }

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.costs.counts import Counts, Cut, Facts, expanded, looked_up
 from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_copied, powers
 from sbpflow.embedding.plan.group_plan import (
     Cuts,
@@ -119,7 +119,7 @@ class CopiedRows(RowExchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, dim),
             **facts.steps(facts.touched, dim),
-            **_expanded(facts),
+            **expanded(facts.local_lookups, wanted, dim),
             "read_rows": wanted,
             "read_elements": wanted * dim,
             "repeat_elements": wanted * dim * size,
@@ -172,7 +172,7 @@ class Unique(RowExchange):
         return tuple(stages)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        return {**_expanded(facts), **_received(facts), "counted_bytes": 4.0 * facts.wanted}
+        return {**_received(facts), "counted_bytes": 4.0 * facts.wanted}
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
@@ -226,7 +226,6 @@ class UniqueColumns(RowExchange):
         sides = facts.wanted * facts.dim
         received = _received(facts)
         return {
-            **_expanded(facts),
             **received,
             # The gradients exist as sums, as columns for each rank, and as received; or, after they
             # have been sent, as received and in the dtype of the arithmetic, which ``part`` counts.
@@ -248,22 +247,13 @@ class UniqueColumns(RowExchange):
         }
 
 
-def _expanded(facts: Facts) -> dict[str, float]:
-    """Return the work of deduplicating a rank's ids and expanding rows to the vectors of its
-    samples.
-    """
-    return {
-        "home_sort": facts.local_lookups,
-        "home_unique": facts.wanted,
-        "expand_rows": facts.local_lookups,
-        "expand_elements": facts.local_lookups * facts.dim,
-    }
-
-
 def _received(facts: Facts) -> dict[str, float]:
-    """Return the work of receiving requested rows and sending their gradients."""
+    """Return the work of deduplicating a rank's ids, of receiving and expanding the requested rows,
+    and of sending their gradients.
+    """
     elements = facts.wanted * facts.dim
     return {
+        **expanded(facts.local_lookups, facts.wanted, facts.dim),
         "gradient_bytes": elements * facts.sent_item,
         "copied_bytes": 2 * elements * facts.sent_item,
         "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
@@ -282,9 +272,6 @@ def _served(
         "memory_bytes": facts.stored(rows, width),
         "buffer_bytes": facts.batches * requested * facts.index_item
         + facts.collected_bytes(elements, requested, sums),
-        "read_rows": requested,
-        "read_elements": requested * width,
-        "update_ids": requested,
-        "update_elements": requested * width,
+        **looked_up(requested, width),
         **facts.steps(touched, width),
     }

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.costs.counts import Counts, Cut, Facts, expanded, looked_up
 from sbpflow.embedding.plan.group_plan import (
     Cuts,
     Exchange,
@@ -127,14 +127,8 @@ class UniqueTwoLevel(Exchange):
             + facts.collected_bytes(
                 dim * merged, merged, facts.sums_bytes(touched, dim, dim * merged)
             ),
-            "home_sort": summed,
-            "home_unique": wanted + merged,
-            "expand_rows": summed,
-            "expand_elements": summed * dim,
-            "read_rows": merged,
-            "read_elements": merged * dim,
-            "update_ids": merged,
-            "update_elements": merged * dim,
+            **expanded(summed, wanted + merged, dim),
+            **looked_up(merged, dim),
             **facts.steps(touched, dim),
             "copied_bytes": dim * (wanted * (facts.sent_item + facts.item))
             + 2 * dim * merged * facts.sent_item,
