@@ -28,7 +28,7 @@ class TwoHops(Exchange):
         in_order = layout.placement.ranks == tuple(range(world_size))
         return layout.nd_sbp == (Split(0),) and in_order and world_size % HOST == 0
 
-    def cuts(self, num_rows, dim, world_size):
+    def cuts(self, num_rows, dim, world_size, num_hosts):
         return [("S(0)", (world_size, 1))] if world_size % HOST == 0 else []
 
     def group_key(self, member):

@@ -178,7 +178,7 @@ class Columns(_Boxed):
             return False
         return layout.placement.size == 1 or layout.split_dims == (1,)
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
         return [("B", (1, 1)), *(("S(1)", (1, cut)) for cut in columns)]
 
@@ -199,7 +199,7 @@ class Reduce(_Boxed):
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return layout.split_dims in ((0,), (0, 1))
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
         rows = [cut for cut in powers(world_size) if cut <= num_rows]
         grids = [(r, c) for r in rows for c in columns if r * c <= world_size]

@@ -12,7 +12,7 @@ from sbpflow.sbp.placement import Placement
 # The planner tries the exchanges in this order, simplest first. Of several exchanges with the same
 # name, a table uses the first that suits it.
 register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique())
-register(UniqueTwoLevel(), Reduce())
+register(Reduce(), UniqueTwoLevel())
 
 
 def exchange_names() -> tuple[str, ...]:

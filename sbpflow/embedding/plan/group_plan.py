@@ -151,15 +151,9 @@ class Exchange(ABC):
         """
         return True
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
-        """Return the layouts that the planner should try, as (sbp, (row parts, column parts))."""
-        return ()
-
-    def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
-        """Return further layouts that the planner should try if all hosts have the same number of
-        ranks.
-
-        Each layout is (sbp, (hosts, ranks per host)).
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
+        """Return the layouts that the planner should try, as (sbp, (row parts, column parts)), or
+        (sbp, (hosts, ranks per host)) if rows are split over ``num_hosts`` equal hosts.
         """
         return ()
 

@@ -104,7 +104,7 @@ class CopiedRows(RowExchange):
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return is_copied(layout, world_size)
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         return [("B", (1, 1))]
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
@@ -152,7 +152,7 @@ class Unique(RowExchange):
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return layout.split_dims == (0,)
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         rows = [cut for cut in powers(world_size) if cut <= num_rows]
         return [("S(0)", (cut, 1)) for cut in (1, *rows)]
 
@@ -210,7 +210,7 @@ class UniqueColumns(RowExchange):
             f"columns; use exchange columns, or {fix}"
         )
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         return [("S(1)", (1, world_size))] if dim // world_size >= LEAST_COLUMNS else []
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:

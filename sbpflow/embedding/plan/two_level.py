@@ -61,8 +61,9 @@ class UniqueTwoLevel(Exchange):
         ordered = [sorted(ranks) for ranks in hosts]
         return f"lists the ranks of a host out of order; list them in ascending order: {ordered}"
 
-    def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
-        return [(SBP, (num_hosts, world_size // num_hosts))]
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
+        has_hosts = 1 < num_hosts < world_size
+        return [(SBP, (num_hosts, world_size // num_hosts))] if has_hosts else []
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         return (member.ranks, member.grid, *member.stack_key)
