@@ -36,7 +36,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
     world.checked = False
     job = make_job(world, config)
-    job.trainer.graphs.warm_up_steps = warm_up_steps
+    job.trainer.graphs._graphs.warm_up_steps = warm_up_steps
     losses, journals, kept = [], [], []
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
@@ -153,7 +153,7 @@ def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
 def wrong_id(world, config):
     """Train on an out-of-range id; return the error, and whether the step changed anything."""
     job = make_job(world, config)
-    job.trainer.graphs.warm_up_steps = 1
+    job.trainer.graphs._graphs.warm_up_steps = 1
     batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
     for batch in batches[:2]:
         job.trainer.step(batch)
