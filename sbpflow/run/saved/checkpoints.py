@@ -62,7 +62,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
-        self._stopping, self._last_saved = False, start.step
+        self.stops, self._last_saved = False, start.step
         self._lock: RunLock | Claim | None = None
         if not config.checkpoint.every:
             return
@@ -123,8 +123,8 @@ class Checkpoints:
         if self._saver is None:
             return False
         self._saver.check()
-        self._stopping = self._stop is not None and self._stop.after(step)
-        return last or best or self._stopping or step % self._config.checkpoint.every == 0
+        self.stops = self._stop is not None and self._stop.after(step)
+        return last or best or self.stops or step % self._config.checkpoint.every == 0
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
@@ -132,15 +132,11 @@ class Checkpoints:
         self._last_saved = step
         self._job.trainer.settle()
         documents, best = self._documents(batch, loop), loop.get("best", {}).get("step")
-        if self._config.checkpoint.background and not self._stopping:
+        if self._config.checkpoint.background and not self.stops:
             self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
             self._saver.save(step, documents)
             self._prune(step, best)
-
-    @property
-    def stops(self) -> bool:
-        return self._stopping
 
     def leave(self) -> None:
         if self._stop is None or self._saver is None:
