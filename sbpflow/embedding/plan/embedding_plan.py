@@ -60,6 +60,11 @@ class EmbeddingPlan:
     vocabularies: tuple[VocabularyPlan, ...] = ()
 
     @property
+    def tables(self) -> tuple[TableConfig, ...]:
+        """Return the tables of all outputs, in order."""
+        return tuple(table for output in self.outputs for table in output.tables)
+
+    @property
     def ids_on_host(self) -> bool:
         """Return True if batches must have their ids in host memory, where the vocabularies of
         growing tables are; otherwise, ids must be on the device of the tables.

@@ -303,8 +303,7 @@ def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
     """Return the exponent of each table whose id statistics are known."""
     known = frequencies_of(fields)
-    tables = [table for group in embeddings.groups for table in group.tables]
-    exponents = {table.name: exponent_of_table(table, batch_size, known) for table in tables}
+    exponents = {t.name: exponent_of_table(t, batch_size, known) for t in embeddings.tables}
     return {name: exponent for name, exponent in exponents.items() if exponent is not None}
 
 
