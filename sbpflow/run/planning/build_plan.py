@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
-from sbpflow.config.checks import check
+from sbpflow.config.checks import check, check_layouts
 from sbpflow.config.metrics import METRICS
 from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer
-from sbpflow.config.table_layouts import resolve_dense_layouts
+from sbpflow.config.table_layouts import resolve_dense_layouts, resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
 from sbpflow.config.topology_file import read_topology
@@ -245,9 +245,11 @@ def _plan_tables(
     parallel, sparse = config.parallel, config.optimizer.sparse
 
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
-        return check(
-            config, shapes, schemes, world.size, world.device_type, planned, topology.hosts
+        layouts = resolve_table_layouts(
+            parallel, shapes, schemes, world.size, world.device_type, planned, topology.hosts
         )
+        check_layouts(config, layouts)
+        return layouts
 
     outputs = _with_patterns(spec.outputs, config)
     outputs = with_storage(outputs, config, world.size, world.device_type)
@@ -266,6 +268,7 @@ def _plan_tables(
             out_of_range=config.data.out_of_range,
         )
 
+    check(config, world.size, world.device_type)
     if parallel.scheme != "auto":
         layouts = resolve(spec.schemes)
         return layouts, plan(layouts), ()
