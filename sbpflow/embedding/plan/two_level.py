@@ -7,7 +7,6 @@ within the host before they are sent to other hosts. ``exchange/two_level.py`` r
 """
 
 from collections.abc import Hashable
-from typing import Literal
 
 import torch
 
@@ -27,7 +26,6 @@ from sbpflow.sbp.placement import Placement
 
 SBP = "(S(0), S(0))"
 HOST, NETWORK = 0, 1  # the rounds of ids: within hosts, between hosts
-Level = Literal[0, 1]
 
 
 def is_two_level(layout: Layout) -> bool:
@@ -76,7 +74,7 @@ class UniqueTwoLevel(Exchange):
         ids, item, sent = group.address_dtype(), group.dtype, group.comm_dtype
 
         def stage(
-            purpose: Purpose, level: Level, dtype: torch.dtype, most: int, total: int, what: str
+            purpose: Purpose, level: int, dtype: torch.dtype, most: int, total: int, what: str
         ) -> Stage:
             direction = "bwd" if purpose == "gradients" else "fwd"
             id = f"{group.name}/{direction}/{purpose}.{('host', 'network')[level]}"
