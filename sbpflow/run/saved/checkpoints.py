@@ -52,9 +52,7 @@ class Checkpoints:
         metrics_bytes: Callable[[], int],
         keep_set: Callable[[AnyPath], None],
     ) -> None:
-        decision, start, data = resumed.decision, resumed.start, resumed.data
-        self.step, self.epoch, self.batches_left = start.step, start.epoch, start.batches_left
-        self.steps_of_before, self.loop = start.steps_of_before, start.loop
+        decision, self.start, data = resumed.decision, resumed.start, resumed.data
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
         self._world = job.boxing.world
@@ -62,7 +60,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
-        self.stops, self._last_saved = False, start.step
+        self.stops, self._last_saved = False, self.start.step
         self._lock: RunLock | Claim | None = None
         if not config.checkpoint.every:
             return
@@ -189,7 +187,7 @@ class Checkpoints:
             "plan": json.loads(plan_to_json(self._job.plan)),
             "data": {name: getattr(self._data, name) for name in names},
             "cursor": self._read.state_after(batch),
-            "steps_of_before": self.steps_of_before,
+            "steps_of_before": self.start.steps_of_before,
             "loop": dict(loop),
             "metrics_bytes": self._metrics_bytes(),
             "world_size": self._world.size,
