@@ -135,7 +135,7 @@ def both_ways_watched(world, config):
 
     def before_step(job, number):
         for store, _ in job.embeddings.stores():
-            store.listeners[:] = [notified.append] if number == 2 else []
+            store.kernel.listeners[:] = [notified.append] if number == 2 else []
 
     losses, plain, *_, equal, on_main = both_ways(world, config, before_step=before_step)
     return losses == plain, equal, len(notified), on_main
