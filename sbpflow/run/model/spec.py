@@ -22,6 +22,7 @@ from sbpflow.config.model_tables import (
     shape_of,
     table_of,
 )
+from sbpflow.config.schema import ModelGroup
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.growth import Growth
 from sbpflow.embedding.plan.id_statistics import IdFrequencies
@@ -195,14 +196,9 @@ class ExportableSpec(ModelSpec, Protocol):
         ...
 
 
-class ModelConfig(Protocol):
+class ModelConfig(ModelGroup, Protocol):
     """The interface of a configuration's ``model`` group, a frozen dataclass identified by
     ``name``."""
-
-    @property
-    def name(self) -> str:
-        """Return the value of ``model.name`` that selects this class."""
-        ...
 
     def spec(self, fields: Fields) -> ModelSpec:
         """Return the model for these columns.
