@@ -7,9 +7,9 @@ A checkpoint contains only JSON and bytes; nothing in it is imported or executed
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -103,44 +103,21 @@ def _tables(source: "Index | Checkpoint", delta: Index) -> list[object]:
 
 
 class Checkpoint:
-    """An open checkpoint. ``tensors`` maps names, as in ``Job.state``, to logical tensors."""
+    """An open checkpoint: ``step``, ``run``, ``tensors``, ``documents``, and ``previous`` are those
+    of its ``index``, and ``before`` is the predecessor of a delta.
+    """
 
     def __init__(self, path: AnyPath, index: Index, before: "Checkpoint | None" = None) -> None:
-        self.path = path
-        self.index = index
-        self.before = before  # The predecessor of a delta.
+        self.path, self.index, self.before = path, index, before
+        self.step, self.run, self.tensors = index.step, index.run, index.tensors
+        self.documents, self.previous = index.documents, index.previous
         self._rows: dict[Piece, Tensor] = {}  # Row numbers of the patches of the table read last.
         self._addresses: dict[str, Addresses] = {}
-
-    @property
-    def previous(self) -> Previous | None:
-        """Return which checkpoint a delta continues, or None for a full checkpoint."""
-        return self.index.previous
 
     @property
     def chain_length(self) -> int:
         """Return how many checkpoints must be read to read this one."""
         return 1 if self.before is None else 1 + self.before.chain_length
-
-    @property
-    def step(self) -> int:
-        """Return the number of steps trained before the checkpoint."""
-        return self.index.step
-
-    @property
-    def run(self) -> str:
-        """Return the ID of the run that wrote the checkpoint."""
-        return self.index.run
-
-    @property
-    def tensors(self) -> Mapping[str, SavedTensor]:
-        """Return the shape, dtype, and pieces of every logical tensor."""
-        return self.index.tensors
-
-    @property
-    def documents(self) -> Mapping[str, Any]:
-        """Return the JSON documents of the checkpoint, such as the configuration."""
-        return self.index.documents
 
     @property
     def num_bytes(self) -> int:

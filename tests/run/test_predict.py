@@ -393,8 +393,7 @@ def test_an_option_without_effect_is_refused(run, folder, tmp_path, source, more
 def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
     checkpoint = find_checkpoint(run)
     tree = {**checkpoint.documents["config"], "model": {"name": "os_evil:Model"}}
-    odd = replace(checkpoint.index, documents={"config": tree})
-    checkpoint.index = odd
+    checkpoint.documents = {"config": tree}
     with pytest.raises(ConfigError, match="use --model os_evil:Model"):
         saved_config(checkpoint, [], models=MODELS, own_model=None)
     with pytest.raises(ConfigError, match="module os_evil does not exist"):
