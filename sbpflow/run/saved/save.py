@@ -15,7 +15,7 @@ from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, TensorSpec
 from sbpflow.checkpoint.changes import Changes, ChangeTracker, Stores, Written
-from sbpflow.checkpoint.format import Patch, Previous, cover_fault, whole_of
+from sbpflow.checkpoint.format import Patch, Previous, SavedTensor, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
 from sbpflow.checkpoint.snapshot import SaveCost, Snapshot
 from sbpflow.checkpoint.write import Part, write_parts
@@ -211,11 +211,14 @@ class Saver:
         self._names, self._share = list(state), shares[world.rank]
         self._tensors = {
             name: TensorSpec(
-                shape=tensor.shape,
-                dtype=getattr(torch, all_dtypes[name]),
-                column_starts=tensor.column_starts,
-                by_key=tensor.by_key,
-                keys=tensor.keys,
+                SavedTensor(
+                    shape=tensor.shape,
+                    dtype=getattr(torch, all_dtypes[name]),
+                    pieces=(),
+                    column_starts=tensor.column_starts,
+                    keys=tensor.keys,
+                ),
+                tensor.by_key,
             )
             for name, tensor in state.items()
         }
