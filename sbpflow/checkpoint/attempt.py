@@ -26,7 +26,7 @@ from sbpflow.checkpoint.format import (
     piece_to_json,
 )
 from sbpflow.checkpoint.write import named
-from sbpflow.embedding.state import Place
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError, PeerLostError
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.store import TimedStore

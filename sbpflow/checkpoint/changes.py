@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sbpflow.checkpoint.format import Patch, Piece
 from sbpflow.checkpoint.write import Part
-from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.state import Place, StoredRows, Values
+from sbpflow.embedding.plan.tables import Place, Shard
+from sbpflow.embedding.state import StoredRows, Values
 from sbpflow.embedding.storage.base import RowListener
 from sbpflow.embedding.storage.live_rows import KeyColumn, TrainedRows
 from sbpflow.embedding.storage.selected_rows import NO_ROWS, SelectedRows

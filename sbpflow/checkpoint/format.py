@@ -20,7 +20,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from sbpflow.embedding.state import Place
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import is_count, json_digest, object_of, parse_json, why_not
 from sbpflow.runtime.files.remote_path import AnyPath

@@ -17,7 +17,8 @@ from sbpflow.checkpoint.format import BLOCK_BYTES, SavedTensor
 from sbpflow.checkpoint.keys import Addresses
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.plan.growth import TOTALS
-from sbpflow.embedding.state import LogicalTensor, Place, Rectangle, StoredRows
+from sbpflow.embedding.plan.tables import Place
+from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.embedding.storage.live_rows import Saved, TrainedRows
 from sbpflow.embedding.storage.store import Array
 from sbpflow.errors import CheckpointError, ConfigError

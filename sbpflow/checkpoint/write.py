@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sbpflow.checkpoint.crc import crc32
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
-from sbpflow.embedding.state import Place, Values, read_values
+from sbpflow.embedding.plan.tables import Place
+from sbpflow.embedding.state import Values, read_values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.plan.tables import Shard, shards_of
+from sbpflow.embedding.plan.tables import Place, Shard, shards_of
 from sbpflow.embedding.storage.live_rows import KeyColumn, TrainedRows
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
@@ -144,41 +144,6 @@ class StoredShard:
         start, stop = self.rows.start, self.rows.stop
         names = self.store.read(slice(0, 0))
         return {name: StoredRows(self.store, name, start, stop) for name in names}
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
-
-    All dims after the first are flattened to columns. A 1-d tensor has one column.
-    """
-
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_stop - self.row_start
-
-    @property
-    def num_columns(self) -> int:
-        return self.col_stop - self.col_start
-
-    @property
-    def num_elements(self) -> int:
-        return self.num_rows * self.num_columns
-
-    def common(self, other: "Place") -> "Place | None":
-        """Return the intersection, or ``None`` if it is empty."""
-        both = Place(
-            max(self.row_start, other.row_start),
-            min(self.row_stop, other.row_stop),
-            max(self.col_start, other.col_start),
-            min(self.col_stop, other.col_stop),
-        )
-        return both if both.num_rows > 0 and both.num_columns > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sbpflow.embedding.state import LogicalTensor, Place, Rectangle
+from sbpflow.embedding.plan.tables import Place
+from sbpflow.embedding.state import LogicalTensor, Rectangle
 from sbpflow.errors import SbpError
 from sbpflow.tensor.global_tensor import GlobalTensor
 

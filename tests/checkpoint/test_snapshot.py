@@ -21,9 +21,8 @@ from sbpflow.checkpoint.attempt import Attempt
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.snapshot import Snapshot
 from sbpflow.checkpoint.write import Part, PieceWriter
-from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.plan.tables import Place, Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.state import Place
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.embedding.storage.torch_storage import TorchStorage

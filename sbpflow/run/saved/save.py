@@ -19,7 +19,8 @@ from sbpflow.checkpoint.format import Patch, Previous, SavedTensor, cover_fault,
 from sbpflow.checkpoint.share import share_out
 from sbpflow.checkpoint.snapshot import SaveCost, Snapshot
 from sbpflow.checkpoint.write import Part, write_parts
-from sbpflow.embedding.state import LogicalTensor, Place, Values
+from sbpflow.embedding.plan.tables import Place
+from sbpflow.embedding.state import LogicalTensor, Values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.background import in_background
