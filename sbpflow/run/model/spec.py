@@ -44,7 +44,7 @@ from sbpflow.training.dense_part import DensePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdField:
+class IdField(FeatureConfig):
     """A column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
 
     If ``keyed``, the ids are arbitrary 64-bit keys, and ``rows`` is 0. Fields with the same
@@ -52,11 +52,7 @@ class IdField:
     describes how often ids repeat, if known, and is used for cost estimates.
     """
 
-    name: str
     rows: int
-    hotness: int = 1
-    ragged: bool = False
-    weighted: bool = False
     vocabulary: str = ""
     frequencies: IdFrequencies | None = None
     keyed: bool = False
