@@ -25,7 +25,6 @@ from benchmarks.record import Results
 from benchmarks.reshard import Rows
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import Config, DataConfig, OptimizerConfig, RunConfig
 from sbpflow.config.table_rules import ParallelConfig, Scheme, TableRule
 from sbpflow.config.train_options import ClipConfig
@@ -37,6 +36,7 @@ from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 

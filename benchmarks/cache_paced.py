@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.cache.records import RecordLayout, RecordStore
-from sbpflow.embedding.storage.base import RowListener
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
 MBIT = 1e6 / 8  # bytes per second
@@ -106,11 +105,6 @@ class DemandStore:
     def memory_bytes(self) -> int:
         """Return the size of the slots and the records."""
         return self._num_slots * self._layout.num_bytes + self._records.num_bytes
-
-    @property
-    def listeners(self) -> list[RowListener]:
-        """Return the kernel's row listeners."""
-        return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
         """Store the addresses. Nothing is fetched before the lookup."""

@@ -29,13 +29,13 @@ import torch
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import Config, DataConfig, OptimizerConfig
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.execution.job import Job, start_job
 from sbpflow.run.model.spec import Fields
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 
 TABLES, DIM, BATCH = 8, 16, 2048

@@ -27,9 +27,9 @@ from benchmarks.cache import prepared
 from benchmarks.cache_policies import Array
 from benchmarks.click_model import Shape, zipf_ids
 from benchmarks.record import Results
-from sbpflow.costs.ids import IdFrequencies
 from sbpflow.data import load_manifest
 from sbpflow.data.read.loader import open_loader
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 
 RANKS = (2, 4, 8)
 HOT = (0, 1024, 4096, 16_384)

@@ -31,7 +31,6 @@ from torch import nn
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.key_exchange import KeyExchange
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -41,6 +40,7 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.vocabulary import counting_loops, requests, undo_loops
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.compute.malloc import keep_freed_memory
 from sbpflow.runtime.random.streams import mix
 from sbpflow.runtime.ranks.world import World

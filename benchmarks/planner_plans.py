@@ -15,8 +15,8 @@ from benchmarks.peer_torchrec_planner import torchrec_plan
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.costs.counts import FEATURES
-from sbpflow.costs.ids import IdFrequencies
 from sbpflow.costs.prices import WORK_MS
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 from sbpflow.errors import PlanError
 from sbpflow.planner.calibration.design import Law, Sample, dense_work_of
 from sbpflow.planner.costs.cost import TaskCost

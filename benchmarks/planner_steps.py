@@ -25,11 +25,12 @@ from benchmarks.network import start_ranks
 from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
 from benchmarks.planner_worker import difference
 from benchmarks.record import Results
+from sbpflow.config.parse import plain
 from sbpflow.planner.clusters import crowded, link_of, with_link
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import Profile, default_path, load
 from sbpflow.planner.planners import GREEDY
-from sbpflow.planner.task import Task, plan_of_tree, plan_tree
+from sbpflow.planner.task import Task, plan_of_tree
 
 STEPS_BATCH = 4096
 STEPS_TABLES = (10, 26, 40)  # number of tables in each task
@@ -48,7 +49,7 @@ class Case:
 
     def tree(self) -> dict[str, Any]:
         """Return the case in JSON-ready form."""
-        plans = {name: [plan_tree(plan), ms] for name, (plan, ms) in self.plans.items()}
+        plans = {name: [plain(plan), ms] for name, (plan, ms) in self.plans.items()}
         return {
             "number": self.number, "tables": self.tables, "batch": self.batch, "plans": plans,
             "giant": self.giant,
@@ -69,7 +70,7 @@ class Case:
         """Return {plan as JSON: names of the plan}, so that equal plans are measured only once."""
         names_of: dict[str, list[str]] = {}
         for name, (plan, _) in self.plans.items():
-            names_of.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
+            names_of.setdefault(json.dumps(plain(plan), sort_keys=True), []).append(name)
         return names_of
 
 

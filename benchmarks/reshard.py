@@ -28,7 +28,6 @@ from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.schema import (
     Adam,
     Config,
@@ -46,6 +45,7 @@ from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
@@ -245,7 +245,8 @@ def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
         whole = expected.tensor(name)
         flat = whole.reshape(whole.shape[0], -1) if whole.ndim else whole.reshape(1, 1)
         for part in tensor.rectangles:
-            there = flat[part.row_start : part.row_stop, part.col_start : part.col_stop]
+            place = part.place
+            there = flat[place.row_start : place.row_stop, place.col_start : place.col_stop]
             apart = _apart(part.values.reshape(there.shape), there)
             found[name] = max(apart, found.get(name, 0.0))
     return found

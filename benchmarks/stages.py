@@ -31,11 +31,11 @@ from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
-from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.all_to_all import RowTransfer
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.measure import spread_of

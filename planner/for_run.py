@@ -258,11 +258,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
     return Task(
         outputs=tables.outputs,
         features=tables.features,
-        stats={
-            table.name: _stats_of(table, known, per_sample)
-            for output in tables.outputs
-            for table in output.tables
-        },
+        stats={table.name: _stats_of(table, known, per_sample) for table in tables.tables},
         world_size=plan.world_size,
         batch_size=plan.batch_size,
         optimizer=tables.optimizer,

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import IO
 
 import sbpflow
+from sbpflow.config.parse import plain
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.task import Plan, Task, plan_of_tree, plan_tree
+from sbpflow.planner.task import Plan, Task, plan_of_tree
 from sbpflow.runtime.compute.versions import dist_version
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.file_lock import hold
@@ -73,7 +74,7 @@ def _write(file: IO[str], path: Path, plan: Plan) -> None:
     try:
         # Bypass the buffer of ``file``, because its content would be written again on close.
         os.ftruncate(file.fileno(), 0)
-        content = {"sha256": json_digest(plan_tree(plan)), "plan": plan_tree(plan)}
+        content = {"sha256": json_digest(plain(plan)), "plan": plain(plan)}
         os.write(file.fileno(), json.dumps(content).encode())
         _delete_oldest(path.parent)
     except OSError as error:

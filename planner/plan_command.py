@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.config.parse import plain
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Sample
 from sbpflow.planner.calibration.measure import measure_in_turns
@@ -37,7 +38,7 @@ from sbpflow.planner.search.problem import BYTES, Assignment, price_of
 from sbpflow.planner.search.seeds import families, homogeneous
 from sbpflow.planner.shapes import plan_of
 from sbpflow.planner.tables_file import TablesFile, read_tables
-from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
+from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml
 from sbpflow.runtime.files.json_file import JsonError, list_of, read_json
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser, parse_seed
@@ -295,7 +296,7 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
     }
     with tempfile.TemporaryDirectory() as folder:
         plans_file, times_file = Path(folder, "plans.json"), Path(folder, "measured.json")
-        plans_file.write_text(json.dumps([plan_tree(plan) for plan in plans.values()]))
+        plans_file.write_text(json.dumps(plain(list(plans.values()))))
         command = ["measure", "--tables", str(args.tables), "--plans", str(plans_file)]
         command += ["--output", str(times_file), "--device", cost.task.device_type]
         if code := start_ranks(command, args.ranks, "--ranks"):

@@ -33,18 +33,13 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
     # All tables of a growing field must split their rows in the same way: not at all, or over all
     # ranks.
     cuts = range(1, size + 1) if table.growth is None else (1, size)
+    hosts = task.num_hosts if task.two_hops and table.growth is None else 1
     shapes = dict.fromkeys(
         Shape(sbp, exchange.name, parts)
         for exchange in EXCHANGES
-        for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
+        for sbp, parts in exchange.cuts(table.num_rows, table.dim, size, hosts)
         if parts[0] in cuts and parts[0] * parts[1] <= size and (can_copy or not exchange.copies)
     )
-    if task.two_hops and 1 < task.num_hosts < size and table.growth is None:
-        shapes |= dict.fromkeys(
-            Shape(sbp, exchange.name, parts)
-            for exchange in EXCHANGES
-            for sbp, parts in exchange.host_cuts(task.num_hosts, size)
-        )
     return tuple(sorted(shapes, key=lambda shape: shape.num_shards > 1))
 
 

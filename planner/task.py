@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import yaml
 
-from sbpflow.config.parse import brief, plain
+from sbpflow.config.parse import parse, plain
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, CommDtype, ParallelConfig, TableRule
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.exchanges import copies, exchange_names
+from sbpflow.embedding.plan.exchanges import copies
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -32,7 +32,6 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device
-from sbpflow.runtime.files.json_file import is_count, object_of
 from sbpflow.runtime.ranks.topology import check_speeds
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp
@@ -308,26 +307,6 @@ def _layouts(
     return resolve_table_layouts(parallel, tables, {}, size, task.device_type, planned, hosts)
 
 
-def plan_tree(plan: Plan) -> dict[str, list[Any]]:
-    """Convert the plan to a tree that ``json.dumps`` accepts."""
-    return {
-        name: [c.shape.sbp, c.shape.exchange, list(c.shape.parts), list(c.ranks)]
-        for name, c in plan.items()
-    }
-
-
 def plan_of_tree(tree: object) -> Plan:
-    """Return the plan that ``plan_tree`` wrote; raise ConfigError for any other tree."""
-    plan: Plan = {}
-    for name, given in object_of(tree, "plan").items():
-        match given:
-            case [str(sbp), exchange, [rows, columns], [*ranks]] if (
-                exchange in exchange_names() and all(map(is_count, (rows, columns, *ranks)))
-            ):
-                plan[name] = Choice(Shape(sbp, exchange, (rows, columns)), tuple(ranks))
-            case _:
-                raise ConfigError(
-                    f"plan: {brief(name)}: {brief(given)} is not [sbp, exchange, [row parts, "
-                    "column parts], [ranks]] with a known exchange"
-                )
-    return plan
+    """Return the plan that ``plain`` turned into this tree; raise ConfigError for other trees."""
+    return parse(tree, Plan, "plan", None)

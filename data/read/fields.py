@@ -1,9 +1,9 @@
 """Describe the columns of a prepared set for a model."""
 
-from sbpflow.costs.ids import IdFrequencies
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import Field
 from sbpflow.data.stats import FieldStats, load_stats
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 from sbpflow.run.model.spec import Fields, IdField
 
 

@@ -6,7 +6,7 @@ for (2^(j-1), 2^j], and bin 16 for more than 2^15.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -46,15 +46,9 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
         )
     count, share = count[used], share[used] / share[used].sum()
     each = share / count
-    curve = curve_of(count, share, _DRAWS)
     bin_rows, bin_lookups = _expected_bins(count, each, BIN_SAMPLES * ids_per_sample)
-    return IdStats(
-        draws=curve.draws,
-        unique=curve.unique,
-        distinct=curve.distinct,
-        bin_rows=bin_rows,
-        bin_lookups=bin_lookups,
-    )
+    curve = asdict(curve_of(count, share, _DRAWS))
+    return IdStats(**curve, bin_rows=bin_rows, bin_lookups=bin_lookups)
 
 
 def _expected_bins(

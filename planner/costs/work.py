@@ -105,7 +105,6 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
     # The tables of a group send one sum per sample; they are assumed to share one group.
     pooled = output.sums and exchange.pools
     uses = sum(len(each.features) for each in output.tables) if pooled else 1
-    vector_item = float((task.comm_dtype or task.dtype).itemsize)
     rule, is_ragged = task.optimizer_of(table), task.ragged(table)
     weights = task.dtype.itemsize / 4 if is_ragged and task.sends_weights else 0
     slot_share = 1.0 if table.storage is None else table.storage.share
@@ -125,8 +124,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         host_wanted=stats.touched(lookups / hosts),
         item=task.dtype.itemsize,
         row_item=task.row_dtype.itemsize,
-        vector_item=vector_item,
-        gradient_item=vector_item,
+        sent_item=(task.comm_dtype or task.dtype).itemsize,
         window=_window(task),
         index_item=INDEX_ITEM[task.device_type],
         batches=task.accumulate,

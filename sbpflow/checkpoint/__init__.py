@@ -1,1 +1,1 @@
-"""Saves and loads checkpoints, which do not depend on the number of ranks."""
+"""Writes and reads checkpoints, which do not depend on the number of ranks."""

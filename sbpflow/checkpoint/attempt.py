@@ -12,14 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from sbpflow.checkpoint.folder import drop_partial, partial_folder, piece_file, publish, step_folder
 from sbpflow.checkpoint.format import (
     Index,
     Patch,
     Piece,
-    Place,
     Previous,
     SavedTensor,
     digest_of,
@@ -29,6 +26,7 @@ from sbpflow.checkpoint.format import (
     piece_to_json,
 )
 from sbpflow.checkpoint.write import named
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError, PeerLostError
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.store import TimedStore
@@ -39,39 +37,30 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # short at first: small checkpoints ta
 _PROGRESS, _PROGRESS_S = "progress", 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A logical tensor without its values; the same on all ranks.
+    """A logical tensor without its values, which is the same on all ranks: ``form`` is its index
+    entry without pieces.
 
     With ``by_key``, the total number of rows is known only once every rank has reported how many
     rows it has. Such a tensor contains, for each range of columns, the rows of all ranks in rank
-    order. ``keys`` names the tensor with the keys of a growing table.
+    order.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    column_starts: tuple[int, ...] | None
-    by_key: bool = False
-    keys: str | None = None
+    form: SavedTensor
+    by_key: bool
 
     def saved(self, pieces: Sequence[Piece], patches: Sequence[Patch]) -> SavedTensor:
         """Return the index entry of the tensor, given the pieces and patches of all ranks in rank
         order.
         """
-        shape = self.shape
+        shape = self.form.shape
         if self.by_key:
             ends: dict[int, int] = {}  # by first column: the end of the rows stacked so far
             pieces = [replace(piece, place=_stacked(piece.place, ends)) for piece in pieces]
             patches = [replace(patch, place=_stacked(patch.place, ends)) for patch in patches]
             shape = (max(ends.values(), default=0), *shape[1:])
-        return SavedTensor(
-            shape=shape,
-            dtype=self.dtype,
-            pieces=tuple(pieces),
-            column_starts=self.column_starts,
-            patches=tuple(patches),
-            keys=self.keys,
-        )
+        return replace(self.form, shape=shape, pieces=tuple(pieces), patches=tuple(patches))
 
 
 def _stacked(place: Place, ends: dict[int, int]) -> Place:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbpflow.checkpoint.format import Patch, Piece, Place
+from sbpflow.checkpoint.format import Patch, Piece
 from sbpflow.checkpoint.write import Part
-from sbpflow.embedding.plan.tables import Shard
+from sbpflow.embedding.plan.tables import Place, Shard
 from sbpflow.embedding.state import StoredRows, Values
 from sbpflow.embedding.storage.base import RowListener
 from sbpflow.embedding.storage.live_rows import KeyColumn, TrainedRows
@@ -64,7 +64,7 @@ class ChangeTracker:
             device = store.kernel.weights.device
             marks = torch.zeros(store.num_rows + 1, dtype=torch.bool, device=device)
             listener = _marker(marks)
-            store.listeners.append(listener)
+            store.kernel.listeners.append(listener)
             self._marks.append((store, marks, listener))
 
     def take(self) -> "Changes":
@@ -80,7 +80,7 @@ class ChangeTracker:
     def close(self) -> None:
         """Stop listening to the stores."""
         for store, _, listener in self._marks:
-            store.listeners.remove(listener)
+            store.kernel.listeners.remove(listener)
         self._marks = []
 
 

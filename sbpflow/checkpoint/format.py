@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import is_count, json_digest, object_of, parse_json, why_not
 from sbpflow.runtime.files.remote_path import AnyPath
@@ -42,41 +43,6 @@ DTYPES = {
 }
 # In a store, names also contain the nonce of the attempt.
 _FILE_NAME = re.compile(r"rank-\d+(\.[0-9a-f]+)?\.bin")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
-
-    All dims after the first are flattened to columns. A 1-d tensor has one column.
-    """
-
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.row_stop - self.row_start
-
-    @property
-    def num_columns(self) -> int:
-        return self.col_stop - self.col_start
-
-    @property
-    def num_elements(self) -> int:
-        return self.num_rows * self.num_columns
-
-    def common(self, other: "Place") -> "Place | None":
-        """Return the intersection, or ``None`` if it is empty."""
-        both = Place(
-            max(self.row_start, other.row_start),
-            min(self.row_stop, other.row_stop),
-            max(self.col_start, other.col_start),
-            min(self.col_stop, other.col_stop),
-        )
-        return both if both.num_rows > 0 and both.num_columns > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sbpflow.checkpoint.format import BLOCK_BYTES, Place
+from sbpflow.checkpoint.format import BLOCK_BYTES
 from sbpflow.embedding.plan.growth import first_address
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import mix, unmix
 
@@ -163,7 +164,7 @@ def _read(
     first, before = int(rows[0]), checkpoint.before
     place = replace(columns, row_start=first, row_stop=int(rows[-1]) + 1)
     if before is None:
-        values = torch.empty(place.num_rows, place.num_columns, dtype=checkpoint.saved(name).dtype)
+        values = torch.empty(place.num_rows, place.width, dtype=checkpoint.saved(name).dtype)
         checkpoint.read_into(name, place, values)
         _put(target, at, values.index_select(0, rows - first))
         return
@@ -172,7 +173,7 @@ def _read(
     is_old = torch.cat([torch.ones(has_shared, dtype=torch.bool), exist])
     old_rows = torch.cat([rows[:has_shared], numbers[exist] + 1])
     _read(before, name, _Rows(keys, old_rows, addresses[exist], at[is_old]), columns, target)
-    num_missing = int((~is_old).sum()) * place.num_columns
+    num_missing = int((~is_old).sum()) * place.width
     for changed, part, values in checkpoint.changes(name, place):
         index = torch.searchsorted(rows, changed)
         is_wanted = rows[index] == changed

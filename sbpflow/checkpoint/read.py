@@ -7,9 +7,9 @@ A checkpoint contains only JSON and bytes; nothing in it is imported or executed
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from sbpflow.checkpoint.format import (
     Index,
     Patch,
     Piece,
-    Place,
     Previous,
     SavedTensor,
     digest_of,
     from_json,
 )
 from sbpflow.checkpoint.keys import Addresses, read_by_key
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files.json_file import JsonError, read_text
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
@@ -103,44 +103,21 @@ def _tables(source: "Index | Checkpoint", delta: Index) -> list[object]:
 
 
 class Checkpoint:
-    """An open checkpoint. ``tensors`` maps names, as in ``Job.state``, to logical tensors."""
+    """An open checkpoint: ``step``, ``run``, ``tensors``, ``documents``, and ``previous`` are those
+    of its ``index``, and ``before`` is the predecessor of a delta.
+    """
 
     def __init__(self, path: AnyPath, index: Index, before: "Checkpoint | None" = None) -> None:
-        self.path = path
-        self.index = index
-        self.before = before  # The predecessor of a delta.
+        self.path, self.index, self.before = path, index, before
+        self.step, self.run, self.tensors = index.step, index.run, index.tensors
+        self.documents, self.previous = index.documents, index.previous
         self._rows: dict[Piece, Tensor] = {}  # Row numbers of the patches of the table read last.
         self._addresses: dict[str, Addresses] = {}
-
-    @property
-    def previous(self) -> Previous | None:
-        """Return which checkpoint a delta continues, or None for a full checkpoint."""
-        return self.index.previous
 
     @property
     def chain_length(self) -> int:
         """Return how many checkpoints must be read to read this one."""
         return 1 if self.before is None else 1 + self.before.chain_length
-
-    @property
-    def step(self) -> int:
-        """Return the number of steps trained before the checkpoint."""
-        return self.index.step
-
-    @property
-    def run(self) -> str:
-        """Return the ID of the run that wrote the checkpoint."""
-        return self.index.run
-
-    @property
-    def tensors(self) -> Mapping[str, SavedTensor]:
-        """Return the shape, dtype, and pieces of every logical tensor."""
-        return self.index.tensors
-
-    @property
-    def documents(self) -> Mapping[str, Any]:
-        """Return the JSON documents of the checkpoint, such as the configuration."""
-        return self.index.documents
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +142,7 @@ class Checkpoint:
         left, right, _ = (columns or slice(None)).indices(whole.col_stop)
         bottom, right = max(top, bottom), max(left, right)
         place = Place(top, bottom, left, right)
-        out = torch.empty(place.num_rows, place.num_columns, dtype=dtype or saved.dtype)
+        out = torch.empty(place.num_rows, place.width, dtype=dtype or saved.dtype)
         self.read_into(name, place, out)
         if columns is not None:
             return out
@@ -188,7 +165,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: {name} has shape {list(saved.shape)}, which does not contain {place}"
             )
-        target = out.view(place.num_rows, place.num_columns)
+        target = out.view(place.num_rows, place.width)
         for piece in saved.pieces:
             if common := piece.place.common(place):
                 for first, values in self._values(name, piece, saved.dtype, common):
@@ -234,10 +211,10 @@ class Checkpoint:
             first, end = torch.searchsorted(rows, bounds).tolist()
             left = patch.place.col_start
             own = slice(common.col_start - left, common.col_stop - left)
-            step = max(1, BLOCK_BYTES // max(1, whole.num_columns * saved.dtype.itemsize))
+            step = max(1, BLOCK_BYTES // max(1, whole.width * saved.dtype.itemsize))
             for low in range(first, end, step):
                 changed = replace(whole, row_start=low, row_stop=min(low + step, end))
-                block = torch.empty(changed.num_rows, changed.num_columns, dtype=saved.dtype)
+                block = torch.empty(changed.num_rows, changed.width, dtype=saved.dtype)
                 for start, part in self._values(name, patch.values, saved.dtype, changed):
                     _put(block, changed, whole, start, part)
                 columns = slice(common.col_start, common.col_stop)
@@ -301,7 +278,7 @@ class Checkpoint:
         """Yield (index of the first element in the piece, elements) for each block with ``wanted``
         rows. Blocks are yielded in order; each is valid only until the next one is read.
         """
-        width, at = piece.place.num_columns, piece.place
+        width, at = piece.place.width, piece.place
         size = at.num_elements * dtype.itemsize
         begin = (wanted.row_start - at.row_start) * width * dtype.itemsize
         end = (wanted.row_stop - at.row_start) * width * dtype.itemsize
@@ -365,7 +342,7 @@ def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) ->
     ``first``. A block may start and end within a row, so it consists of up to three rectangles: the
     end of a row, full rows, and the start of a row.
     """
-    width = at.num_columns
+    width = at.width
     row, column = divmod(first, width)
     if column:
         head = min(width - column, values.numel())

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
+from sbpflow.checkpoint.format import BLOCK_BYTES, SavedTensor
 from sbpflow.checkpoint.keys import Addresses
 from sbpflow.checkpoint.read import Checkpoint
-from sbpflow.checkpoint.write import rectangle_place
 from sbpflow.embedding.plan.growth import TOTALS
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.embedding.storage.live_rows import Saved, TrainedRows
 from sbpflow.embedding.storage.store import Array
@@ -147,13 +147,12 @@ class _Growing:
 
     def fill(self, name: str, tensor: LogicalTensor, rectangle: Rectangle) -> None:
         """Write the shared row and the rows of keys to their places in the store."""
-        values, saved = rectangle.values, self._checkpoint.tensors[name].whole
+        values = rectangle.values
         shard = tensor.shard
         if not isinstance(values, StoredRows) or not isinstance(values.store, TrainedRows):
             raise TypeError(f"{name}: the rows of keys must be StoredRows, not {type(values)}")
         if shard is None:
             raise TypeError(f"{name} has rows on this rank, but no shard")
-        columns = replace(saved, col_start=rectangle.col_start, col_stop=rectangle.col_stop)
         parts = [(slice(0, 1), 0)]  # the shared row
         parts += [(slice(keys.start + 1, keys.stop + 1), row) for keys, row in self._parts]
         for rows, row in parts:
@@ -163,7 +162,7 @@ class _Growing:
             target = replace(
                 values, store=values.store.store, start=start, stop=start + rows.stop - rows.start
             )
-            place = replace(columns, row_start=rows.start, row_stop=rows.stop)
+            place = replace(rectangle.place, row_start=rows.start, row_stop=rows.stop)
             _write(self._checkpoint, name, place, target)
 
     def _addresses(self, name: str) -> Addresses:
@@ -177,7 +176,7 @@ class _Growing:
 
 
 def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle) -> None:
-    place = saved.common(rectangle_place(rectangle))
+    place = saved.common(rectangle.place)
     if place is None:
         return
     values = rectangle.values if rectangle.values.ndim == 0 else rectangle.values[: place.num_rows]

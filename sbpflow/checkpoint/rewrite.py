@@ -60,7 +60,7 @@ def given(values: Tensor) -> NewTensor:
 def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
     """Divide the rows of a tensor into portions of about ``num_blocks`` blocks."""
     whole = saved.whole
-    row_bytes = max(1, whole.num_columns * saved.dtype.itemsize)
+    row_bytes = max(1, whole.width * saved.dtype.itemsize)
     step = max(1, num_blocks * BLOCK_BYTES // row_bytes)
     starts = range(0, whole.row_stop, step)
     return [slice(start, min(start + step, whole.row_stop)) for start in starts]

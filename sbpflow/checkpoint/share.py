@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from sbpflow.checkpoint.format import Place
+from sbpflow.embedding.plan.tables import Place
 
 Places = Mapping[str, Sequence[Place]]
 

@@ -161,7 +161,7 @@ class Snapshot:
     def end(self) -> None:
         """Stop listening to the stores."""
         for logged in self._logged:
-            logged.store.listeners.remove(logged.log.before_update)
+            logged.store.kernel.listeners.remove(logged.log.before_update)
             logged.log.close()
 
 
@@ -179,5 +179,5 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     item = store.read(slice(0, 0))[WEIGHTS].itemsize
     rows = max(1, RANGE_BYTES // max(1, store.width * item))
     log = RowLog(store, pending, rows, order)
-    store.listeners.append(log.before_update)
+    store.kernel.listeners.append(log.before_update)
     return _Logged(store, log, rows, spans)

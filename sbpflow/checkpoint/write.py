@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sbpflow.checkpoint.crc import crc32
-from sbpflow.checkpoint.format import BLOCK_BYTES, Piece, Place
-from sbpflow.embedding.state import Rectangle, Values, read_values
+from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
+from sbpflow.embedding.plan.tables import Place
+from sbpflow.embedding.state import Values, read_values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
@@ -39,11 +40,6 @@ class Part:
     @property
     def num_bytes(self) -> int:
         return self.values.numel() * self.values.itemsize
-
-
-def rectangle_place(rectangle: Rectangle) -> Place:
-    """Return the place of a rectangle of the state."""
-    return Place(rectangle.row_start, rectangle.row_stop, rectangle.col_start, rectangle.col_stop)
 
 
 def bytes_of(values: Tensor) -> memoryview:

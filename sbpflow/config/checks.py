@@ -8,8 +8,6 @@ from pathlib import Path
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.config.parse import show
 from sbpflow.config.schema import Config
-from sbpflow.config.table_layouts import resolve_table_layouts
-from sbpflow.config.table_rules import Hosts, Schemes, Shape, TableRule
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.plan.two_level import is_two_level
 from sbpflow.errors import ConfigError
@@ -17,20 +15,9 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.files.run_folder import RUN_FILES
 
 
-def check(
-    config: Config,
-    tables: Mapping[str, Shape],
-    schemes: Schemes,
-    world_size: int,
-    device_type: str = "cpu",
-    planned: Mapping[str, TableRule] | None = None,
-    hosts: Hosts | None = None,
-) -> dict[str, TableLayout]:
-    """Check everything that needs the world size or the tables; return the table layouts.
-
-    ``tables`` maps a name to (rows, dim); ``planned`` contains the rules of ``parallel.plan``, and
-    ``hosts`` the ranks of each host. Every rank must call this function before any process group
-    exists. Raises ConfigError.
+def check(config: Config, world_size: int, device_type: str) -> None:
+    """Check everything that needs the ranks, but not the tables; raise ConfigError. Every rank must
+    call this function before any process group exists.
     """
     parallel = config.parallel
     if config.data.batch_size < world_size:
@@ -53,17 +40,18 @@ def check(
                 f"parallel.{key}: {show(value)} is not supported on {device_type}, {reason}; "
                 "remove it, or use parallel.device: cuda"
             )
-    layouts = resolve_table_layouts(
-        parallel, tables, schemes, world_size, device_type, planned, hosts
-    )
+
+
+def check_layouts(config: Config, layouts: Mapping[str, TableLayout]) -> None:
+    """Raise ConfigError if the layout of a table cannot be combined with other settings."""
+    fraction = config.parallel.row_buffer_fraction
     for name, given in layouts.items():
-        if parallel.row_buffer_fraction is not None and is_two_level(given.layout):
+        if fraction is not None and is_two_level(given.layout):
             raise ConfigError(
-                f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} cannot be combined "
+                f"parallel.row_buffer_fraction: {fraction} cannot be combined "
                 f"with the layout {given.layout} of {name}, because this layout exchanges ids "
                 "twice and needs exact counts; remove row_buffer_fraction, or use sbp: S(0)"
             )
-    return layouts
 
 
 def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:

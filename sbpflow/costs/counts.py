@@ -90,11 +90,10 @@ class Facts:
     distinct. A single rank needs ``wanted`` distinct ids, and all ranks of a host together need
     ``host_wanted`` (the same as ``wanted`` if the layout does not distinguish hosts). ``vectors``
     is the number of vectors sent per sample. An element has ``item`` bytes in arithmetic,
-    ``row_item`` bytes in stored rows, ``vector_item`` bytes in sent vectors, and ``gradient_item``
-    bytes in sent gradients. ``window`` is the number of batches whose ids are in memory at the same
-    time. A lookup's address and its place among the unique rows take ``index_item`` bytes. A step
-    has ``batches`` batches. ``state`` contains the number of optimizer state values per row and the
-    number per element.
+    ``row_item`` bytes in stored rows, and ``sent_item`` bytes in sent vectors and gradients.
+    ``window`` is the number of batches whose ids are in memory at the same time. A lookup's address
+    and its place among the unique rows take ``index_item`` bytes. A step has ``batches`` batches.
+    ``state`` contains the number of optimizer state values per row and the number per element.
     """
 
     world_size: int
@@ -112,8 +111,7 @@ class Facts:
     sent_ids: float
     item: float = 4.0
     row_item: float = 4.0
-    vector_item: float = 4.0
-    gradient_item: float = 4.0
+    sent_item: float = 4.0
     window: int = 1
     index_item: float = INDEX_ITEM["cpu"]
     batches: int = 1
@@ -150,11 +148,6 @@ class Facts:
         passes = elements * max(1, sum(self.state))
         return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
 
-    @property
-    def both_ways(self) -> float:
-        """Return the bytes sent for one element of a vector and of its gradient."""
-        return self.vector_item + self.gradient_item
-
     def sums_bytes(self, rows: float, width: float, out: float) -> float:
         """Return by how many bytes the summed gradients in an update exceed the vectors and
         gradients of this rank's samples, which are freed before the update. Each batch has
@@ -183,6 +176,28 @@ class Facts:
         """
         sent = 8.0 * rows * (cut[1] - 1) / cut[1]
         return {"reduced_bytes": sent if self.shares_state else 0.0}
+
+
+def looked_up(rows: float, width: float) -> dict[str, float]:
+    """Return the work of reading ``rows`` and of summing their gradients in the update."""
+    return {
+        "read_rows": rows,
+        "read_elements": rows * width,
+        "update_ids": rows,
+        "update_elements": rows * width,
+    }
+
+
+def expanded(lookups: float, unique: float, width: float) -> dict[str, float]:
+    """Return the work of finding the ``unique`` ids of ``lookups`` and of expanding their rows to
+    one vector per lookup.
+    """
+    return {
+        "home_sort": lookups,
+        "home_unique": unique,
+        "expand_rows": lookups,
+        "expand_elements": lookups * width,
+    }
 
 
 def join_counts(samples: float, width: int, item: int) -> Counts:

@@ -8,7 +8,7 @@ distribution, or from a sample; the default is ``click_curve``. All counts and p
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,40 +97,6 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
     # Slices of frequent ids are narrower, because frequencies differ most among frequent ids.
     edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
-
-
-@dataclass(frozen=True)
-class IdFrequencies:
-    """The id statistics of one field.
-
-    Each of the ``bins`` is (rows, lookups); rows in the same bin are assumed to be equally
-    frequent. ``per_sample`` is the mean number of ids per sample.
-    """
-
-    bins: tuple[tuple[int, int], ...]
-    per_sample: float
-
-    @cached_property
-    def curve(self) -> IdCurve:
-        return curve_of([rows for rows, _ in self.bins], [lookups for _, lookups in self.bins])
-
-    def overlap(self, first: float, second: float, uses: float = 1.0) -> tuple[float, float]:
-        """Return the mean number of rows used by ``first`` samples, and how many of these rows are
-        also used by ``second`` other samples of the same epoch.
-
-        An epoch reads every sample once, so a row that is looked up only once in the epoch is never
-        used by both sets of samples. If several fields with the same ids share a table, ``uses`` is
-        the number of these fields, and each row has ``uses`` times as many lookups.
-        """
-        rows, lookups = np.asarray(self.bins, dtype=np.float64).reshape(-1, 2).T
-        rows, lookups = rows[rows > 0], lookups[rows > 0]
-        samples = max(lookups.sum() / max(self.per_sample, 1e-9), first + second)
-        absent, absent_second, absent_both = (
-            (1 - share / samples) ** (uses * lookups / rows)
-            for share in (first, second, first + second)
-        )
-        own = float((rows * (1 - absent)).sum())
-        return own, float((rows * (1 - absent - absent_second + absent_both)).sum())
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:

@@ -8,9 +8,6 @@ chosen to reproduce the measured ranking of plans for eight tasks on loopback
 the link's speed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from sbpflow.costs.counts import vector_of
@@ -31,12 +28,13 @@ PHASES = ("ids", "vectors", "gradients")
 """The phases of a step in which ranks wait for each other's bytes."""
 _VECTORS = vector_of(dict.fromkeys(("vector_bytes", "host_bytes", "network_bytes"), 1.0))
 _GRADIENTS = vector_of(dict.fromkeys(("gradient_bytes", "reduced_bytes", "dense_parameters"), 1.0))
-_SPREAD = vector_of(
+# Bytes sent evenly to all other ranks, in all-reduces, and in the two hops of an exchange.
+SPREAD = vector_of(
     dict.fromkeys(("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes"), 1.0)
 )
-_REDUCED = vector_of({"reduced_bytes": 1.0})
-_HOST, _NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
-SENT = _SPREAD + _REDUCED + _HOST + _NETWORK
+REDUCED = vector_of({"reduced_bytes": 1.0})
+_HOST, NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
+SENT = SPREAD + REDUCED + _HOST + NETWORK
 """The bytes that a rank sends per unit of each count ([F])."""
 WORK_NS = vector_of(
     {
@@ -68,23 +66,6 @@ CALLS = {  # calls per unit of each feature
 _AWAITED = [name for name in CALLS if name != "num_id_calls"]
 WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_AWAITED, GROUP_MS), "num_stacks": STACK_MS})
 """The milliseconds of work (excluding transfers) on a rank per unit of each count ([F])."""
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """The price of a step. Each field is the maximum over the ranks, or for ``transfer_ms``, the
-    sum of the maxima of all phases; ``sent_bytes`` includes ``network_bytes``, which go to other
-    hosts.
-    """
-
-    work_ms: float
-    transfer_ms: float
-    sent_bytes: int
-    network_bytes: int
-
-    @property
-    def ms(self) -> float:
-        return self.work_ms + self.transfer_ms
 
 
 def by_phase(transfers: Floats) -> Floats:
@@ -121,26 +102,5 @@ def transfer_ms(
     ``reduced_byte_ms`` is the price of a byte in an all-reduce.
     """
     near, far = hop_byte_ms
-    spread = byte_ms * _SPREAD + reduced_byte_ms * _REDUCED
-    return spread + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
-
-
-def price_of(
-    totals: Floats,
-    prices: Floats,
-    far_shares: tuple[float, float],
-    speeds: Sequence[float] | None = None,
-) -> Price:
-    """Return the price of a step from its counts ``totals`` [ranks, F].
-
-    ``prices`` is the result of ``transfer_ms``. ``far_shares`` are the shares of evenly sent bytes
-    and of bytes in all-reduces that go to other hosts. ``speeds`` are the relative speeds of the
-    ranks, by default 1.
-    """
-    far = far_shares[0] * _SPREAD + far_shares[1] * _REDUCED + _NETWORK
-    return Price(
-        work_ms=float((totals @ WORK_MS / np.array(speeds or 1.0)).max()),
-        transfer_ms=float((totals @ by_phase(prices).T).max(axis=0).sum()),
-        sent_bytes=int((totals @ SENT).max()),
-        network_bytes=int((totals @ far).max()),
-    )
+    spread = byte_ms * SPREAD + reduced_byte_ms * REDUCED
+    return spread + near * _HOST + far * NETWORK + call_ms * vector_of(CALLS)

@@ -386,7 +386,7 @@ class EmbeddingCollection:
     @property
     def is_watched(self) -> bool:
         """Return True if a before-update hook is installed (CUDA graphs cannot run hooks)."""
-        return any(store.listeners for _, store in self._stores())
+        return any(store.kernel.listeners for _, store in self._stores())
 
     def gradient_squares(self) -> Tensor:
         """Return the squared norm (0-d float64) of the collected gradients, which are first summed

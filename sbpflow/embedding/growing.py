@@ -66,7 +66,7 @@ class Growing(KeyExchange):
         if not joined.numel():
             return
         device = self._world.device
-        notify(store.listeners, upload(joined, device))
+        notify(store.kernel.listeners, upload(joined, device))
         if store.is_in_place:
             # The values are computed on the device, because new rows would be a large copy.
             joined = upload(joined, device)

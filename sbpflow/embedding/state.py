@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.plan.tables import Shard, shards_of
+from sbpflow.embedding.plan.tables import Place, Shard, shards_of
 from sbpflow.embedding.storage.live_rows import KeyColumn, TrainedRows
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
@@ -146,17 +146,14 @@ class StoredShard:
         return {name: StoredRows(self.store, name, start, stop) for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Part [row_start:row_stop, col_start:col_stop] of a logical tensor: a view or ``StoredRows``.
+    """The part ``place`` of a logical tensor: a view or ``StoredRows``.
 
     If the tensor has one value per row, ``values`` has shape [rows], without a dim for columns.
     """
 
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
+    place: Place
     values: Values
 
 
@@ -273,7 +270,7 @@ def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
     for name, kind, dtype in zip(names, KEY_TENSORS, KEY_TENSORS.values(), strict=True):
         count = copy.size(kind)
         values = StoredRows(KeyColumn(partial(copy.column, kind), dtype), WEIGHTS, 0, count)
-        parts = Rectangle(row_start=0, row_stop=count, col_start=0, col_stop=1, values=values)
+        parts = Rectangle(Place(0, count, 0, 1), values)
         tensors.append(LogicalTensor(name=name, shape=(count,), rectangles=(parts,), field=field))
     return tensors
 
@@ -283,14 +280,8 @@ def _rectangle(
 ) -> Rectangle:
     """Return the rectangle of ``values``: all rows of a shard and, by default, all its columns."""
     shard = held.shard
-    col_start, col_stop = columns or (shard.col_start, shard.col_stop)
-    return Rectangle(
-        row_start=shard.row_start,
-        row_stop=shard.row_stop,
-        col_start=col_start,
-        col_stop=col_stop,
-        values=values,
-    )
+    columns = columns or (shard.col_start, shard.col_stop)
+    return Rectangle(Place(shard.row_start, shard.row_stop, *columns), values)
 
 
 def _state(held: StoredShard, key: str, starts: list[int], stack: TableBatch) -> Rectangle:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.embedding.state import LogicalTensor, Rectangle
 from sbpflow.errors import SbpError
 from sbpflow.tensor.global_tensor import GlobalTensor
@@ -96,13 +97,6 @@ def _logical(name: str, parameter: GlobalTensor, values: Tensor) -> LogicalTenso
                 f"{name}: {parameter!r} is split along a dim other than 0, so its parts are not "
                 "rectangles; state of more than two dims can be split only along dim 0; use S(0)"
             )
-        mine = (
-            Rectangle(
-                row_start=rows.start,
-                row_stop=rows.stop,
-                col_start=columns.start,
-                col_stop=columns.stop,
-                values=values,
-            ),
-        )
+        place = Place(rows.start, rows.stop, columns.start, columns.stop)
+        mine = (Rectangle(place, values),)
     return LogicalTensor(name=name, shape=parameter.shape, rectangles=mine)

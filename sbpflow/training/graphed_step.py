@@ -69,15 +69,6 @@ class GraphedStep:
         """Return whether graphs start from the embedding vectors."""
         return bool(self.why_not_all)
 
-    @property
-    def warm_up_steps(self) -> int:
-        """Return the number of batches of the same shape that run op by op before a capture."""
-        return self._graphs.warm_up_steps
-
-    @warm_up_steps.setter
-    def warm_up_steps(self, count: int) -> None:
-        self._graphs.warm_up_steps = count
-
     def forget(self) -> None:
         """Drop all graphs; call this method after replacing the tensors of parameters or optimizer
         state.

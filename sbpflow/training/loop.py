@@ -216,18 +216,18 @@ def fit(
     weights of the best or of the last step. ``profiler`` traces some of the steps. Raises
     TrainingError if the loss is not finite, and ConfigError for an empty ``val`` or trace.
     """
-    watchers = Watchers.of(train, checkpoints.best_metric)
-    watchers.load(checkpoints.loop)
+    watchers, start = Watchers.of(train, checkpoints.best_metric), checkpoints.start
+    watchers.load(start.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)
     trainer.rate_scale = watchers.rate_scale
-    last = last_step(train, loaders["train"].num_steps, checkpoints)
+    last = last_step(train, loaders["train"].num_steps, start)
     _check_val(train, watchers, loaders, last, boxing.world.rank)
-    _check_profile(profiler, checkpoints.step, last, boxing.world.rank)
-    step, pace, times = checkpoints.step, Pace(boxing.world), MoveTimes()
+    _check_profile(profiler, start.step, last, boxing.world.rank)
+    step, pace, times = start.step, Pace(boxing.world), MoveTimes()
     caches = CacheWatch(trainer)
     growth = GrowthWatch(trainer.embeddings.growth_counts, boxing.world.rank)
     overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
-    steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
+    steps = _read_steps(loaders["train"], range(start.epoch, train.epochs), train.accumulate)
     _warn_if_finished(step, last, boxing.world.rank)
     window = _Window(islice(steps, 0 if watchers.stops else max(last - step, 0)), trainer)
     while (current := window.next_step()) is not None:
@@ -242,7 +242,7 @@ def fit(
         if logged:
             watch.flush()
         pace.stepped(sum(batch.batch_size for batch in batches))
-        if step == checkpoints.step + 1:  # the first step allocates memory and opens connections
+        if step == start.step + 1:  # the first step allocates memory and opens connections
             times.take()
         reporter.advance(step, watch.last)
         if logged:

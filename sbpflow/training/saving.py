@@ -1,46 +1,36 @@
 """Defines how the training loop uses checkpoints: where a run starts and when it is saved."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sbpflow.config.metrics import Metric
 from sbpflow.training.batch import Batch
 
 
-class Position(Protocol):
-    """The position at which a run starts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The position at which a run starts.
 
-    @property
-    def step(self) -> int:
-        """Return the number of steps already trained."""
-        ...
+    ``step`` is the number of steps already trained, and ``steps_of_before`` the number of those on
+    earlier data sets, which ``epoch`` does not count. Reading resumes in ``epoch``, counted from 0,
+    in which ``batches_left`` batches are left (``None`` means all). ``loop`` is the training loop's
+    state that was passed to ``Checkpoints.save``.
+    """
 
-    @property
-    def epoch(self) -> int:
-        """Return the epoch in which reading resumes, counted from 0."""
-        ...
-
-    @property
-    def batches_left(self) -> int | None:
-        """Return the number of batches that are left in ``epoch``, or ``None`` for all."""
-        ...
-
-    @property
-    def steps_of_before(self) -> int:
-        """Return the number of steps trained on earlier data sets, which ``epoch`` does not
-        count.
-        """
-        ...
+    step: int = 0
+    epoch: int = 0
+    batches_left: int | None = None
+    steps_of_before: int = 0
+    loop: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class Checkpoints(Position, Protocol):
+class Checkpoints(Protocol):
     """Decides where a run starts and when it is saved; every rank must make the same calls."""
 
     @property
-    def loop(self) -> Mapping[str, Any]:
-        """Return the training loop's state that was passed to ``save``, or an empty mapping at the
-        start of a run.
-        """
+    def start(self) -> Position:
+        """Return the position at which the run starts."""
         ...
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
+from sbpflow.run.saved.save import Saver
 from tests.models.twins import config_of
 from tests.training.wdl_case import make_batches, make_job
 

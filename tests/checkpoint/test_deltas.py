@@ -9,10 +9,10 @@ import torch
 from benchmarks.reshard import Case, Lying, make_job, make_rows
 from sbpflow.checkpoint.folder import keep_only, list_checkpoints, needed_by
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.write import PieceWriter
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.errors import CheckpointError
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.files.run_folder import LOCK_FILE
 from sbpflow.runtime.ranks.world import World
 

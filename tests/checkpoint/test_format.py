@@ -24,9 +24,10 @@ from sbpflow.checkpoint.folder import (
     remove_checkpoint,
     tidy,
 )
-from sbpflow.checkpoint.format import Index, Place, SavedTensor, cover_fault, from_json, to_json
+from sbpflow.checkpoint.format import Index, SavedTensor, cover_fault, from_json, to_json
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import json_digest
 
@@ -87,7 +88,7 @@ def save(folder, step=3, run="r1", documents=None):
                 place=place(*sides),
                 values=full[name].reshape(
                     place(*sides).row_stop and form.whole_of(shape).num_rows,
-                    form.whole_of(shape).num_columns,
+                    form.whole_of(shape).width,
                 )[sides[0] : sides[1], sides[2] : sides[3]],
             )
             for name, (shape, _, placed) in TENSORS.items()

@@ -13,7 +13,6 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import publish
 from sbpflow.checkpoint.format import Index
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checkpoint_options import CheckpointConfig
 from sbpflow.config.schema import OptimizerConfig, RunConfig
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
@@ -23,6 +22,7 @@ from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.saved.checkpoints import check_shared
 from sbpflow.run.saved.resume import DataFacts, decide
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import FIELDS, make_batches, make_config
 

@@ -18,17 +18,16 @@ from benchmarks.reshard import Case, Lying, make_job, make_rows
 from sbpflow.checkpoint import attempt, marks, slabs, spill, undo
 from sbpflow.checkpoint import snapshot as module
 from sbpflow.checkpoint.attempt import Attempt
-from sbpflow.checkpoint.format import Place
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.snapshot import Snapshot
 from sbpflow.checkpoint.write import Part, PieceWriter
-from sbpflow.embedding.plan.tables import Shard, TableConfig
+from sbpflow.embedding.plan.tables import Place, Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import CheckpointError
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 
 ROWS, WIDTH = 200, 4

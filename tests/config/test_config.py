@@ -11,7 +11,6 @@ import yaml
 from sbpflow.config.checks import check, data_path
 from sbpflow.config.load import config_facts, config_of, dump_config, load_config, read_yaml
 from sbpflow.config.schema import Config
-from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError
@@ -293,14 +292,11 @@ def test_the_message_for_missing_data_shows_how_to_generate_data(load, tmp_path)
     assert data_path(load(f"data: {{path: {tmp_path}}}")) == tmp_path
 
 
-DP = {"dp": {"*": TableRule(sbp="B")}}
-
-
 def test_a_batch_smaller_than_the_ranks_is_refused(load):
     config = load("data: {batch_size: 3}\nparallel: {scheme: dp}")
-    assert list(check(config, {"deep.C1": (9, 4)}, DP, 3)) == ["deep.C1"]
+    check(config, 3, "cpu")
     with pytest.raises(ConfigError, match=r"data.batch_size: 3 .*ranks, 4.*data.batch_size: 4"):
-        check(config, {"deep.C1": (9, 4)}, DP, 4)
+        check(config, 4, "cpu")
 
 
 def test_the_facts_that_ranks_compare_depend_on_all_values_and_on_pattern_order(load):

@@ -59,10 +59,6 @@ class DictStore:
         self.evicted = self.most_leased = self.most_announced = 0
 
     @property
-    def listeners(self):
-        return self.kernel.listeners
-
-    @property
     def memory_bytes(self) -> int:
         row = sum(tensor[:1].numel() * tensor.itemsize for tensor in self._block.values())
         return row * (self.num_slots + self.num_rows)

@@ -12,7 +12,6 @@ import torch
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.restore import check_fits, restore
-from sbpflow.checkpoint.save import Saver
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
@@ -21,6 +20,7 @@ from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.random.streams import unmix
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.placement import Placement

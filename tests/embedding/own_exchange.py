@@ -28,7 +28,7 @@ class TwoHops(Exchange):
         in_order = layout.placement.ranks == tuple(range(world_size))
         return layout.nd_sbp == (Split(0),) and in_order and world_size % HOST == 0
 
-    def cuts(self, num_rows, dim, world_size):
+    def cuts(self, num_rows, dim, world_size, num_hosts):
         return [("S(0)", (world_size, 1))] if world_size % HOST == 0 else []
 
     def group_key(self, member):
@@ -78,8 +78,8 @@ class TwoHops(Exchange):
             "expand_rows": facts.local_lookups + facts.wanted,
             "expand_elements": (facts.local_lookups + facts.wanted) * facts.dim,
             "counted_bytes": 16.0 * rows,
-            "gradient_bytes": rows * facts.dim * facts.gradient_item,
-            "copied_bytes": 2 * rows * facts.dim * facts.both_ways,
+            "gradient_bytes": rows * facts.dim * facts.sent_item,
+            "copied_bytes": 4 * rows * facts.dim * facts.sent_item,
             "buffer_bytes": 2 * rows * facts.dim * facts.item,
         }
 
@@ -89,7 +89,7 @@ class TwoHops(Exchange):
             "memory_bytes": facts.stored(rows, width),
             "read_rows": asked,
             "read_elements": asked * width,
-            "vector_bytes": asked * width * facts.vector_item,
+            "vector_bytes": asked * width * facts.sent_item,
             "update_ids": asked,
             "update_elements": asked * width,
             **facts.steps(facts.touched / cut[0], width),

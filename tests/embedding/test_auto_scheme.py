@@ -9,7 +9,8 @@ import torch
 
 from sbpflow.config.storage_rules import StorageRule
 from sbpflow.config.table_rules import TableRule
-from sbpflow.costs.ids import IdFrequencies, click_curve, exponent_of
+from sbpflow.costs.ids import click_curve, exponent_of
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 from sbpflow.embedding.plan.price import price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import PlanError

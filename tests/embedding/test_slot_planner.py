@@ -2,8 +2,6 @@
 with numpy.
 """
 
-from dataclasses import astuple
-
 import numpy as np
 import pytest
 
@@ -77,7 +75,7 @@ def run(batches, num_slots, known, ahead, compiled, cancel_from=None, num_thread
                 assert found == len(leased) > num_slots
                 assert planner.num_admitted > step, "one batch fits"
                 break
-            decisions.append([array.copy() for array in astuple(found)])
+            decisions.append([array.copy() for array in found])
             mirror.apply(found)
         assert planner.num_leased == len(
             set().union(*map(unique, batches[step : planner.num_admitted]))

@@ -32,12 +32,13 @@ def rectangles(world: World, case: Case) -> dict[str, tuple[tuple[int, ...], lis
     for name, tensor in collection.state().items():
         parts = []
         for part in tensor.rectangles:
+            at = part.place
             if name.count("/") == 2:
-                columns = torch.arange(part.col_start, part.col_stop, dtype=torch.float64)
-                rows = torch.arange(part.row_start, part.row_stop, dtype=torch.float64)
+                columns = torch.arange(at.col_start, at.col_stop, dtype=torch.float64)
+                rows = torch.arange(at.row_start, at.row_stop, dtype=torch.float64)
                 marks = rows if part.values.ndim == 1 else rows.unsqueeze(1) * 100 + columns
                 part.values.copy_(marks)  # the state is a view: the next read shows the marks
-            place = (part.row_start, part.row_stop, part.col_start, part.col_stop)
+            place = (at.row_start, at.row_stop, at.col_start, at.col_stop)
             parts.append((place, None))
         again = collection.state()[name].rectangles
         parts = [(at, r.values.numpy().copy()) for (at, _), r in zip(parts, again, strict=True)]

@@ -32,7 +32,7 @@ from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost, count_work
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.shapes import plan_of, problem_of, shapes_of
-from sbpflow.planner.task import Shape, embedding_plan, plan_of_tree, plan_tree
+from sbpflow.planner.task import Shape, embedding_plan, plan_of_tree
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.plan_file import plan_to_json
@@ -367,7 +367,7 @@ def test_planner_prices_and_chooses_two_hops():
     problem = with_exchange(problem_of(cost), "unique")
     plan = plan_of(task, problem, search(problem).assignment)
     assert {choice.shape for choice in plan.values()} == {hops}
-    assert plan_of_tree(plan_tree(plan)) == plan
+    assert plan_of_tree(plain(plan)) == plan
     (group,) = embedding_plan(task, plan).groups
     assert isinstance(group.kind, UniqueTwoLevel)
     pinned = replace(task, pinned={task.tables[0].name: plan[task.tables[0].name]})

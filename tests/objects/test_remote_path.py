@@ -161,7 +161,7 @@ def test_azure_containers_are_not_credentials():
 
 
 def test_fsspec_is_imported_only_for_urls():
-    code = "import sys, sbpflow.commands.train, sbpflow.checkpoint.save, sbpflow.data.__main__\n"
+    code = "import sys, sbpflow.commands.train, sbpflow.run.saved.save, sbpflow.data.__main__\n"
     code += "from sbpflow.runtime.files.remote_path import any_path\nany_path('s3://b/x')\n"
     code += "import torch\nprint([m for m in sys.modules if m.partition('.')[0] == 's3fs'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
+from sbpflow.config.parse import plain
 from sbpflow.errors import PlanError
 from sbpflow.planner import plan_cache
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.planners import make_plan
-from sbpflow.planner.task import plan_tree
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.files.cache_dir import cache_dir
 
@@ -93,15 +93,20 @@ def cached(tree) -> str:
     return json.dumps({"sha256": digest, "plan": tree})
 
 
+def choice(sbp="B", exchange="columns", parts=(1, 1), rank=0):
+    return {"shape": {"sbp": sbp, "exchange": exchange, "parts": parts}, "ranks": [rank]}
+
+
 @pytest.mark.parametrize(
     "text",
     [
         *("", "[]", "null", "{}", "[" * 100_000, '{"a": 1}', "\0", "NaN"),
-        *(cached({}), cached([]), cached(None), cached({"other": ["B", "columns", [1, 1], [0]]})),
-        cached({name: ["Q", "columns", [1, 1], [0]] for name in PLAN}),
-        cached({name: ["B", "columns", [1, 1], [9]] for name in PLAN}),
-        cached({name: ["B", "columns", 3, [0]] for name in PLAN}),
-        cached(plan_tree(PLAN)).replace("[0", "[1", 1),
+        *(cached({}), cached([]), cached(None), cached({"other": choice()})),
+        cached({name: choice(sbp="Q") for name in PLAN}),
+        cached({name: choice(exchange="none") for name in PLAN}),
+        cached({name: choice(rank=9) for name in PLAN}),
+        cached({name: choice(parts=3) for name in PLAN}),
+        cached(plain(PLAN)).replace("[0", "[1", 1),
     ],
 )
 def test_an_invalid_cached_plan_is_replaced(text, caplog):

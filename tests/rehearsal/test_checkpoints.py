@@ -3,8 +3,8 @@
 import threading
 
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.write import PieceWriter
+from sbpflow.run.saved.save import Saver
 from tests.training.wdl_case import make_batches, make_config, make_job, to_device
 
 SAVED_AT, STEPS = 2, 5

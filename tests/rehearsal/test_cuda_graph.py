@@ -36,7 +36,7 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
     world.checked = False
     job = make_job(world, config)
-    job.trainer.graphs.warm_up_steps = warm_up_steps
+    job.trainer.graphs._graphs.warm_up_steps = warm_up_steps
     losses, journals, kept = [], [], []
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
@@ -135,7 +135,7 @@ def both_ways_watched(world, config):
 
     def before_step(job, number):
         for store, _ in job.embeddings.stores():
-            store.listeners[:] = [notified.append] if number == 2 else []
+            store.kernel.listeners[:] = [notified.append] if number == 2 else []
 
     losses, plain, *_, equal, on_main = both_ways(world, config, before_step=before_step)
     return losses == plain, equal, len(notified), on_main
@@ -153,7 +153,7 @@ def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
 def wrong_id(world, config):
     """Train on an out-of-range id; return the error, and whether the step changed anything."""
     job = make_job(world, config)
-    job.trainer.graphs.warm_up_steps = 1
+    job.trainer.graphs._graphs.warm_up_steps = 1
     batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
     for batch in batches[:2]:
         job.trainer.step(batch)

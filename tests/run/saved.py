@@ -6,11 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.parse import plain
 from sbpflow.config.schema import Config
 from sbpflow.run.execution.job import Job
 from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.saved.save import Saver
 
 
 def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:

@@ -128,7 +128,9 @@ def test_fields_of_hashed_crosses_are_not_converted_to_keys(tmp_path, monkeypatc
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C7")), hash_size=97)
     fields = Fields.of(("I1",), {"C1": 5, "C2": 5, "C3": 5, "C7": 5}, {})
     features = [column.feature() for column in fields.ids]
-    plan = SimpleNamespace(outputs=WdlConfig(wide=wide).spec(fields).outputs, features=features)
+    outputs = WdlConfig(wide=wide).spec(fields).outputs
+    tables = [table for output in outputs for table in output.tables]
+    plan = SimpleNamespace(tables=tables, features=features)
     monkeypatch.setattr(keys, "_plan", lambda checkpoint: plan)
     values = {"C3": keys.Values(*torch.zeros(3, 1, dtype=torch.int64))}
     with pytest.raises(ConfigError, match=r"field C3: the cross hashed\.C3xC7 hashes its ids"):

@@ -133,8 +133,8 @@ def _held(job):
         name: (
             tuple(tensor.shape),
             [
-                (slice(r.row_start, r.row_stop), slice(r.col_start, r.col_stop), _sent(r.values))
-                for r in tensor.rectangles
+                (slice(p.row_start, p.row_stop), slice(p.col_start, p.col_stop), _sent(values))
+                for p, values in ((r.place, r.values) for r in tensor.rectangles)
             ],
         )
         for name, tensor in job.state().items()

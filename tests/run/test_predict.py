@@ -18,7 +18,6 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.format import digest_of
-from sbpflow.checkpoint.save import Saver
 from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
 from sbpflow.config.parse import plain
@@ -35,6 +34,7 @@ from sbpflow.run.execution.predict import on_rank_0, predictions, probabilities
 from sbpflow.run.execution.start import join_ranks
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.plan_file import plan_to_json
+from sbpflow.run.saved.save import Saver
 from sbpflow.run.saved.saved_model import find_checkpoint, load_values, saved_config, saved_plan
 from sbpflow.runtime.ranks.world import World
 from tests import deadlines
@@ -393,8 +393,7 @@ def test_an_option_without_effect_is_refused(run, folder, tmp_path, source, more
 def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folder, tmp_path):
     checkpoint = find_checkpoint(run)
     tree = {**checkpoint.documents["config"], "model": {"name": "os_evil:Model"}}
-    odd = replace(checkpoint.index, documents={"config": tree})
-    checkpoint.index = odd
+    checkpoint.documents = {"config": tree}
     with pytest.raises(ConfigError, match="use --model os_evil:Model"):
         saved_config(checkpoint, [], models=MODELS, own_model=None)
     with pytest.raises(ConfigError, match="module os_evil does not exist"):

@@ -26,8 +26,8 @@ def state_of(world: World, scheme: str, dense_layouts: dict[str, str]):
         name: (
             tensor.shape,
             [
-                ((r.row_start, r.row_stop), (r.col_start, r.col_stop), r.values.numpy().copy())
-                for r in tensor.rectangles
+                ((p.row_start, p.row_stop), (p.col_start, p.col_stop), values.numpy().copy())
+                for p, values in ((r.place, r.values) for r in tensor.rectangles)
             ],
         )
         for name, tensor in job.state().items()

@@ -40,7 +40,11 @@ def whole(world: World, tensor: Any) -> np.ndarray:
     """Return this rank's rectangles in a full tensor, NaN elsewhere."""
     full = np.full(tensor.shape, np.nan).reshape(tensor.shape[0], -1)
     for part in tensor.rectangles:
-        rows, columns = slice(part.row_start, part.row_stop), slice(part.col_start, part.col_stop)
+        place = part.place
+        rows, columns = (
+            slice(place.row_start, place.row_stop),
+            slice(place.col_start, place.col_stop),
+        )
         full[rows, columns] = (
             part.values.detach().double().numpy().reshape(full[rows, columns].shape)
         )

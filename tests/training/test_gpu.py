@@ -61,7 +61,7 @@ def captured(dense, batch_size=30, hidden=(7, 6)):
 def losses_of(world, config, warm_up_steps, steps):
     """Return the losses of some steps; warm-up steps run op by op."""
     job = make_job(world, config)
-    job.trainer.graphs.warm_up_steps = warm_up_steps
+    job.trainer.graphs._graphs.warm_up_steps = warm_up_steps
     return [
         float(job.trainer.step(to_device(batch.part(world.rank, world.size), world.device)))
         for batch in make_batches(steps, config.data.batch_size)
@@ -139,7 +139,7 @@ def test_tables_in_host_memory_equal_tables_on_the_gpu(nccl_ranks):
 def step_ms(world, config, warm_up_steps, steps=50):
     """Return the ms per step for batches of one shape."""
     job = make_job(world, config)
-    job.trainer.graphs.warm_up_steps = warm_up_steps
+    job.trainer.graphs._graphs.warm_up_steps = warm_up_steps
     rows = to_device(make_batches(2, config.data.batch_size)[0], world.device)
     for _ in range(8):
         job.trainer.step(rows)

@@ -16,7 +16,6 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.commands.explain import explain
 from sbpflow.config.load import config_from_tree, dump_config, load_config
@@ -36,6 +35,7 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
 from sbpflow.run.saved.keys import check_grows, import_optimizers
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.random.streams import fill_uniform
 from tests.embedding.cases import SEED, Case, Spec, join_outputs, join_tables, train
 from tests.embedding.own_rule import ScaledMomentum

@@ -13,7 +13,6 @@ import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.checkpoint.write import PieceWriter
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
@@ -23,6 +22,7 @@ from sbpflow.embedding.storage.store import device_store
 from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.saved.save import Saver
 from sbpflow.runtime.ranks.world import World
 from tests.embedding.dict_store import DictStores
 from tests.quick import quick

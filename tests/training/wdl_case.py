@@ -2,7 +2,7 @@
 and no files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
+from sbpflow.training.saving import Position
 
 # Except for C4, no size is divisible by 2, 3 or 4; C4 has fewer rows than four ranks.
 FIELDS = Fields.of(
@@ -176,10 +177,9 @@ def join_tables(results: Sequence[dict[str, Any]], dim: int) -> dict[str, np.nda
 class NoCheckpoints:
     """Starts every run at its first step and never saves."""
 
-    step = epoch = steps_of_before = 0
-    batches_left = best_metric = None
+    start = Position()
+    best_metric = None
     stops = False
-    loop: Mapping[str, Any] = {}
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
         del step, last, best

@@ -79,17 +79,9 @@ class SlotBlock:
         """Copy evicted rows from their slots to the records in ``memory``, and fill the slots of
         the missing rows; the host does not wait. Only for CUDA, in the mover's stream.
         """
-        parts = (
-            admission.evicted,
-            admission.evicted_slots,
-            admission.stored,
-            admission.stored_slots,
-            admission.new,
-            admission.new_slots,
-        )
-        numbers = self.to_device(torch.from_numpy(np.concatenate(parts))).to(torch.int64)
-        sizes = [part.size for part in parts]
-        evicted, evicted_slots, stored, stored_slots, new, new_slots = numbers.split(sizes)
+        numbers = self.to_device(torch.from_numpy(np.concatenate(admission))).to(torch.int64)
+        sizes = [part.size for part in admission]
+        stored, stored_slots, new, new_slots, evicted, evicted_slots = numbers.split(sizes)
         records = memory.index_select(0, stored)
         initial = self._initial(new)
         read = self.mark()

@@ -9,10 +9,9 @@ are admitted but not yet released are never evicted.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +42,7 @@ def name_tables(names: Iterable[str]) -> str:
     return f"tables {first} and {len(others)} other{'s' * (len(others) > 1)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """The missing rows of an admitted batch, and the rows evicted for them.
 
     ``stored`` rows have been written to slower memory; ``new`` rows never, so they still have their

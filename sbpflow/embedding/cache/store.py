@@ -17,7 +17,7 @@ from torch import Tensor
 from sbpflow.embedding.cache.mover import AHEAD, AT_ONCE, MakeRecords, Mover
 from sbpflow.embedding.cache.slot_layout import Array
 from sbpflow.embedding.cache.slot_planner import LANE_THREADS
-from sbpflow.embedding.storage.base import RowKernel, RowListener
+from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
@@ -67,10 +67,6 @@ class CachedStore:
         mover = self._mover
         slots = self.num_slots * mover.layout.num_bytes
         return slots + mover.records.num_bytes + mover.planner.num_bytes
-
-    @property
-    def listeners(self) -> list[RowListener]:
-        return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
         self._mover.check()

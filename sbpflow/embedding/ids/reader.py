@@ -57,7 +57,7 @@ class IdReader:
         self._plan, self._rank, self._device = plan, rank, device
         rows = [ANY_ID] * len(plan.features)  # features that no table uses have no limit
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
-        for table in (table for out in plan.outputs for table in out.tables):
+        for table in plan.tables:
             for name in table.features:
                 rows[by_name[name]] = min(rows[by_name[name]], table.num_ids)
         self._rows = rows
@@ -197,7 +197,7 @@ class IdReader:
                 )
 
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:
-        used = {name for out in self._plan.outputs for t in out.tables for name in t.features}
+        used = {name for table in self._plan.tables for name in table.features}
         wanted = used | {self._plan.features[n].name for n in self._matrix}
         missing, unknown = sorted(wanted - set(ids)), sorted(set(ids) - set(self._by_name))
         if missing or unknown:

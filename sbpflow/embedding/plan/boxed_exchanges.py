@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
 
-from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.costs.counts import Counts, Cut, Facts, looked_up
 from sbpflow.embedding.plan.group_plan import ALONE, Cuts, Exchange, GroupPlan, Member, Stage
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.sbp.layout import Layout
@@ -41,7 +41,8 @@ class Alone(Exchange):
             + facts.collected_bytes(
                 out, facts.lookups, facts.sums_bytes(facts.touched, facts.dim, out)
             ),
-            **_looked_up(facts.lookups, facts.dim, out),
+            **looked_up(facts.lookups, facts.dim),
+            "out_elements": out,
             "home_elements": out,
             **facts.steps(facts.touched, facts.dim),
         }
@@ -77,26 +78,27 @@ class DenseAllreduce(Exchange):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         out = facts.batch_size / facts.world_size * facts.dim * facts.vectors
         numbers = facts.num_rows * (facts.dim + 1.0)
-        sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.gradient_item
+        sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.sent_item
         updated = facts.sums_bytes(facts.touched, facts.dim, out)
         if facts.batches > 1:
             updated = facts.collected_bytes(facts.touched * facts.dim, facts.touched, updated)
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             **facts.steps(facts.touched, facts.dim),
-            **_looked_up(facts.local_lookups, facts.dim, out),
+            **looked_up(facts.local_lookups, facts.dim),
+            "out_elements": out,
             "home_elements": out,
             "whole_elements": numbers,
             # Zeroing, all-reducing, and searching for touched rows pass over all rows. With a
             # factor of 15, ``scheme: auto`` would choose copies for 510 small tables on loopback,
             # where unique rows are 2.9% faster.
-            "copied_bytes": 25 * numbers * facts.gradient_item,
+            "copied_bytes": 25 * numbers * facts.sent_item,
             "reduced_bytes": sent,
             # The largest part is either the sent gradients with those of the rank's own rows, or
             # the received gradients with those of all touched rows.
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
             + max(
-                numbers * facts.gradient_item + facts.wanted * facts.dim * facts.item,
+                numbers * facts.sent_item + facts.wanted * facts.dim * facts.item,
                 numbers * facts.item + updated,
             ),
         }
@@ -127,14 +129,14 @@ class _Boxed(Exchange):
         return Stage(purpose="vectors", steps=there), Stage(purpose="gradients", steps=back)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        samples = facts.samples
-        received = samples * facts.dim * facts.vectors * cut[0]
+        out = facts.samples * facts.dim * facts.vectors
+        received = out * cut[0]
         return {
             "home_elements": received,
-            "copied_bytes": facts.both_ways * (1 + cut[0]) * samples * facts.dim * facts.vectors,
+            "copied_bytes": 2 * facts.sent_item * (1 + cut[0]) * out,
             # partial sums from the other owners of rows
-            "buffer_bytes": (received - samples * facts.dim * facts.vectors) * facts.item,
-            "gradient_bytes": received * facts.gradient_item,
+            "buffer_bytes": (received - out) * facts.item,
+            "gradient_bytes": received * facts.sent_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
 
@@ -150,11 +152,12 @@ class _Boxed(Exchange):
             + facts.batches * facts.index_item * reads
             + facts.collected_bytes(out, reads, facts.sums_bytes(touched, width, out)),
             "seen_ids": facts.lookups,
-            **_looked_up(reads, width, out),
-            "copied_bytes": 2 * facts.both_ways * out,
-            "vector_bytes": others * out * facts.vector_item,
+            **looked_up(reads, width),
+            "out_elements": out,
+            "copied_bytes": 4 * facts.sent_item * out,
+            "vector_bytes": others * out * facts.sent_item,
             # ``home`` includes what a rank would send to itself; the negative counts subtract it.
-            "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
+            "gradient_bytes": -facts.samples * width * facts.vectors * facts.sent_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
             **facts.squares(facts.step_share * touched if alike else facts.most_lookups, cut),
@@ -175,7 +178,7 @@ class Columns(_Boxed):
             return False
         return layout.placement.size == 1 or layout.split_dims == (1,)
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
         return [("B", (1, 1)), *(("S(1)", (1, cut)) for cut in columns)]
 
@@ -196,7 +199,7 @@ class Reduce(_Boxed):
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return layout.split_dims in ((0,), (0, 1))
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         columns = [cut for cut in powers(world_size) if dim // cut >= LEAST_COLUMNS]
         rows = [cut for cut in powers(world_size) if cut <= num_rows]
         grids = [(r, c) for r in rows for c in columns if r * c <= world_size]
@@ -228,16 +231,3 @@ def is_copied(layout: Layout, world_size: int) -> bool:
 def powers(size: int) -> list[int]:
     """Return 2, 4, 8, ... below ``size``, followed by ``size``."""
     return [*(2**n for n in range(1, size.bit_length()) if 2**n < size), size]
-
-
-def _looked_up(ids: float, width: float, out: float) -> dict[str, float]:
-    """Return the work of an owner that looks up ``ids`` ids and sends ``out`` elements of
-    vectors.
-    """
-    return {
-        "read_rows": ids,
-        "read_elements": ids * width,
-        "out_elements": out,
-        "update_ids": ids,
-        "update_elements": ids * width,
-    }

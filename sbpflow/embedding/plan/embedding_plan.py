@@ -14,7 +14,7 @@ from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import check_exchange
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose, Step
-from sbpflow.embedding.plan.grouping import IdColumns, make_groups
+from sbpflow.embedding.plan.grouping import GroupingFacts, IdColumns, groups_of, place_ids
 from sbpflow.embedding.plan.growth import has_idle_time
 from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.embedding.plan.tables import (
@@ -58,6 +58,11 @@ class EmbeddingPlan:
     backend: str
     out_of_range: OutOfRange = "error"
     vocabularies: tuple[VocabularyPlan, ...] = ()
+
+    @property
+    def tables(self) -> tuple[TableConfig, ...]:
+        """Return the tables of all outputs, in order."""
+        return tuple(table for output in self.outputs for table in output.tables)
 
     @property
     def ids_on_host(self) -> bool:
@@ -253,9 +258,11 @@ def plan_embeddings(
         check_exchange(table, layouts[table.name], world)
     if out_of_range != "error":
         _check_substitutes(tables, features, out_of_range)
-    groups, ids = make_groups(
-        outputs, layouts, features, optimizer, dtype, world, backend, batch_size
+    ids, ragged = place_ids(tables, features)
+    facts = GroupingFacts(
+        layouts, features, ragged, ids, optimizer, dtype, world, backend, batch_size
     )
+    groups = tuple(group for output in outputs for group in groups_of(output, facts))
     looked_up = [_looked_up_everywhere(groups, rank) for rank in world.ranks]
     fits = all(table.num_ids < 2**31 for table in tables)
     return EmbeddingPlan(

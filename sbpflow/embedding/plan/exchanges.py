@@ -1,7 +1,7 @@
 """Registers the built-in exchanges and finds the exchanges that a table's layout can use."""
 
 from sbpflow.embedding.plan.boxed_exchanges import Alone, Columns, DenseAllreduce, Reduce
-from sbpflow.embedding.plan.group_plan import ALONE, EXCHANGES, Exchange, exchange_of, register
+from sbpflow.embedding.plan.group_plan import ALONE, EXCHANGES, Exchange, exchanges_of, register
 from sbpflow.embedding.plan.row_exchanges import CopiedRows, Unique, UniqueColumns
 from sbpflow.embedding.plan.tables import TableConfig, TableLayout
 from sbpflow.embedding.plan.two_level import UniqueTwoLevel
@@ -12,7 +12,7 @@ from sbpflow.sbp.placement import Placement
 # The planner tries the exchanges in this order, simplest first. Of several exchanges with the same
 # name, a table uses the first that suits it.
 register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique())
-register(UniqueTwoLevel(), Reduce())
+register(Reduce(), UniqueTwoLevel())
 
 
 def exchange_names() -> tuple[str, ...]:
@@ -40,12 +40,9 @@ def exchange_for(
     table: TableConfig, layout: Layout, name: str, lookups: int, world_size: int
 ) -> Exchange:
     """Return the exchange that a table uses if a batch has ``lookups`` ids for it."""
-    actual = ALONE if world_size == 1 else name
-    for exchange in EXCHANGES:
-        fits = exchange.name == actual and exchange.accepts(layout, world_size)
-        if fits and exchange.suits(table, lookups, world_size):
-            return exchange
-    return exchange_of(actual, layout, world_size)
+    fitting = exchanges_of(name, layout, world_size)
+    suited = (exchange for exchange in fitting if exchange.suits(table, lookups, world_size))
+    return next(suited, fitting[-1])
 
 
 def check_exchange(table: TableConfig, config: TableLayout, world: Placement) -> None:
@@ -66,6 +63,6 @@ def check_exchange(table: TableConfig, config: TableLayout, world: Placement) ->
             f"table {table.name}: exchange {config.exchange} does not support {layout} in a world "
             f"of {world.size}; {use}"
         )
-    reason = exchange_of(config.exchange, layout, world.size).refusal(table, layout, world)
-    if reason:
+    exchange = exchanges_of(config.exchange, layout, world.size)[0]
+    if reason := exchange.refusal(table, layout, world):
         raise ConfigError(f"table {table.name}: {config.exchange} of {layout} {reason}")

@@ -151,15 +151,9 @@ class Exchange(ABC):
         """
         return True
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
-        """Return the layouts that the planner should try, as (sbp, (row parts, column parts))."""
-        return ()
-
-    def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
-        """Return further layouts that the planner should try if all hosts have the same number of
-        ranks.
-
-        Each layout is (sbp, (hosts, ranks per host)).
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
+        """Return the layouts that the planner should try, as (sbp, (row parts, column parts)), or
+        (sbp, (hosts, ranks per host)) if rows are split over ``num_hosts`` equal hosts.
         """
         return ()
 
@@ -190,14 +184,12 @@ def register(*exchanges: Exchange) -> None:
     EXCHANGES.extend(exchange for exchange in exchanges if exchange not in EXCHANGES)
 
 
-def exchange_of(
-    name: str, layout: Layout, world_size: int, *, dense_allreduce: bool = False
-) -> Exchange:
-    """Return the exchange of this name for the layout; raise ConfigError if none accepts it."""
-    for exchange in EXCHANGES:
-        fits = exchange.name == name and exchange.accepts(layout, world_size)
-        if fits and exchange.dense_allreduce == dense_allreduce:
-            return exchange
+def exchanges_of(name: str, layout: Layout, world_size: int) -> list[Exchange]:
+    """Return the exchanges of this name for the layout; raise ConfigError if none accepts it."""
+    name = ALONE if world_size == 1 else name
+    named = [exchange for exchange in EXCHANGES if exchange.name == name]
+    if fitting := [exchange for exchange in named if exchange.accepts(layout, world_size)]:
+        return fitting
     raise ConfigError(f"exchange {name!r} does not support {layout} on {world_size} ranks")
 
 
@@ -228,9 +220,8 @@ class GroupPlan:
     @cached_property
     def kind(self) -> Exchange:
         """Return the exchange that runs for these layouts in this world."""
-        layout, size = self.stacks[0].layouts[0], self.world.size
-        name = ALONE if size == 1 else self.exchange
-        return exchange_of(name, layout, size, dense_allreduce=self.dense_allreduce)
+        fitting = exchanges_of(self.exchange, self.stacks[0].layouts[0], self.world.size)
+        return next(each for each in fitting if each.dense_allreduce == self.dense_allreduce)
 
     def check_step(self, num_batches: int) -> None:
         """Raise SbpError if a step cannot accumulate gradients over ``num_batches`` batches."""

@@ -36,8 +36,8 @@ class IdColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
-    """The arguments that all groups of a plan share."""
+class GroupingFacts:
+    """What all groups of a plan share."""
 
     layouts: Mapping[str, TableLayout]
     features: tuple[FeatureConfig, ...]
@@ -50,22 +50,14 @@ class _Context:
     batch_size: int
 
 
-def make_groups(
-    outputs: Sequence[OutputConfig],
-    layouts: Mapping[str, TableLayout],
-    features: tuple[FeatureConfig, ...],
-    optimizer: SparseOptimizer,
-    dtype: torch.dtype,
-    world: Placement,
-    backend: str,
-    batch_size: int,
-) -> tuple[tuple[GroupPlan, ...], IdColumns]:
-    """Return all groups, in the order of the outputs, and the places of the ids in a batch.
+def place_ids(
+    tables: Sequence[TableConfig], features: Sequence[FeatureConfig]
+) -> tuple[IdColumns, frozenset[str]]:
+    """Return the places of the ids in a batch, and the names of the tables with lists of ids.
 
     Raise ConfigError if a table uses a feature that the data does not have.
     """
     by_name = {feature.name: feature for feature in features}
-    tables = [table for output in outputs for table in output.tables]
     for table in tables:
         for name in table.features:
             if name not in by_name:
@@ -79,13 +71,6 @@ def make_groups(
         if any(by_name[name].ragged or by_name[name].weighted for name in table.features)
     )
     listed = {name for table in tables if table.name in ragged for name in table.features}
-    ids = _assign_columns(features, listed)
-    context = _Context(layouts, features, ragged, ids, optimizer, dtype, world, backend, batch_size)
-    groups = tuple(group for output in outputs for group in _groups_of(output, context))
-    return groups, ids
-
-
-def _assign_columns(features: tuple[FeatureConfig, ...], listed: set[str]) -> IdColumns:
     first: list[int | None] = []
     column = 0
     for feature in features:
@@ -93,18 +78,19 @@ def _assign_columns(features: tuple[FeatureConfig, ...], listed: set[str]) -> Id
         first.append(column if in_matrix else None)
         column += feature.hotness if in_matrix else 0
     lists = tuple(n for n, feature in enumerate(features) if feature.name in listed)
-    return IdColumns(first=tuple(first), num_columns=column, lists=lists)
+    return IdColumns(first=tuple(first), num_columns=column, lists=lists), ragged
 
 
-def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
+def groups_of(output: OutputConfig, facts: GroupingFacts) -> list[GroupPlan]:
+    """Return the groups of an output's tables."""
     members: dict[_GroupKey, list[TableConfig]] = {}
     for table in output.tables:
-        members.setdefault(_group_key(table, output, context), []).append(table)
+        members.setdefault(_group_key(table, output, facts), []).append(table)
     groups: list[GroupPlan] = []
     for (exchange, kind, comm_dtype, _), tables in members.items():
         same = sum(other[0] == exchange for other in members)
         number = f".{sum(g.exchange == exchange for g in groups)}" if same > 1 else ""
-        stacks = _stacks_of(tables, output, context)
+        stacks = _stacks_of(tables, output, facts)
         groups.append(
             GroupPlan(
                 name=f"{output.name}/{exchange}{number}",
@@ -116,10 +102,10 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
                     for i, stack in enumerate(stacks)
                     if stack.optimizer.shares_row_state and stack.is_column_split
                 ),
-                world=context.world,
-                dtype=context.dtype,
+                world=facts.world,
+                dtype=facts.dtype,
                 comm_dtype=comm_dtype,
-                backend=context.backend,
+                backend=facts.backend,
                 dense_allreduce=kind.dense_allreduce,
             )
         )
@@ -131,21 +117,21 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
 _GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 
 
-def _group_key(table: TableConfig, output: OutputConfig, context: _Context) -> _GroupKey:
-    config, size = context.layouts[table.name], context.world.size
-    lookups = context.batch_size * sum(
-        feature.hotness for feature in context.features if feature.name in table.features
+def _group_key(table: TableConfig, output: OutputConfig, facts: GroupingFacts) -> _GroupKey:
+    config, size = facts.layouts[table.name], facts.world.size
+    lookups = facts.batch_size * sum(
+        feature.hotness for feature in facts.features if feature.name in table.features
     )
     kind = exchange_for(table, config.layout, config.exchange, lookups, size)
-    key = kind.group_key(_member(table, output, context))
+    key = kind.group_key(_member(table, output, facts))
     if size == 1:  # no transfers
-        return "local", kind, context.dtype, key
-    return config.exchange, kind, config.comm_dtype or context.dtype, key
+        return "local", kind, facts.dtype, key
+    return config.exchange, kind, config.comm_dtype or facts.dtype, key
 
 
-def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Member:
-    layout = context.layouts[table.name].layout
-    ragged, rule = table.name in context.ragged, table.optimizer or context.optimizer
+def _member(table: TableConfig, output: OutputConfig, facts: GroupingFacts) -> Member:
+    layout = facts.layouts[table.name].layout
+    ragged, rule = table.name in facts.ragged, table.optimizer or facts.optimizer
     return Member(
         ranks=layout.placement.ranks,
         grid=layout.placement.shape,
@@ -156,19 +142,19 @@ def _member(table: TableConfig, output: OutputConfig, context: _Context) -> Memb
 
 
 def _stacks_of(
-    tables: list[TableConfig], output: OutputConfig, context: _Context
+    tables: list[TableConfig], output: OutputConfig, facts: GroupingFacts
 ) -> tuple[TableBatch, ...]:
     stacks: dict[tuple[Hashable, ...], list[TableConfig]] = {}
     for table in tables:
-        stacks.setdefault(_member(table, output, context).stack_key, []).append(table)
+        stacks.setdefault(_member(table, output, facts).stack_key, []).append(table)
     result: list[TableBatch] = []
     for members in stacks.values():
-        ragged = members[0].name in context.ragged
+        ragged = members[0].name in facts.ragged
         stack = TableBatch(
             tables=tuple(members),
-            layouts=tuple(context.layouts[table.name].layout for table in members),
-            uses=tuple(use for table in members for use in _uses_of(table, ragged, context)),
-            optimizer=members[0].optimizer or context.optimizer,
+            layouts=tuple(facts.layouts[table.name].layout for table in members),
+            uses=tuple(use for table in members for use in _uses_of(table, ragged, facts)),
+            optimizer=members[0].optimizer or facts.optimizer,
             ragged=ragged,
         )
         result.append(stack)
@@ -185,15 +171,15 @@ def _column_split(layout: Layout) -> Hashable:
     return None
 
 
-def _uses_of(table: TableConfig, ragged: bool, context: _Context) -> list[FeatureLookup]:
+def _uses_of(table: TableConfig, ragged: bool, facts: GroupingFacts) -> list[FeatureLookup]:
     uses: dict[str, FeatureLookup] = {}
-    for number, feature in enumerate(context.features):
+    for number, feature in enumerate(facts.features):
         if feature.name not in table.features:
             continue
-        first, hotness = context.ids.first[number], feature.hotness
+        first, hotness = facts.ids.first[number], feature.hotness
         columns, place = (), None
         if ragged or first is None:
-            place = context.ids.lists.index(number)
+            place = facts.ids.lists.index(number)
         else:
             columns = tuple(range(first, first + hotness))
         uses[feature.name] = FeatureLookup(

@@ -7,17 +7,35 @@ click data (``costs.ids``).
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, join_counts, vector_of
-from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
-from sbpflow.costs.prices import Price, price_of, transfer_ms
+from sbpflow.costs.ids import Floats
+from sbpflow.costs.prices import NETWORK, REDUCED, SENT, SPREAD, WORK_MS, by_phase, transfer_ms
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import Exchange
-from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.embedding.plan.id_statistics import IdFrequencies, curve_of_table, ids_per_sample
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a step. Each field is the maximum over the ranks, or for ``transfer_ms``, the
+    sum of the maxima of all phases; ``sent_bytes`` includes ``network_bytes``, which go to other
+    hosts.
+    """
+
+    work_ms: float
+    transfer_ms: float
+    sent_bytes: int
+    network_bytes: int
+
+    @property
+    def ms(self) -> float:
+        return self.work_ms + self.transfer_ms
 
 
 def price_plan(
@@ -46,7 +64,13 @@ def price_plan(
         reduced_byte_ms=max(hops[0], reduced_far * hops[1]),
     )
     totals = plan_totals(plan, batch_size, frequencies or {}, accumulate)
-    return price_of(totals, prices, (far, reduced_far), topology.speeds)
+    network = far * SPREAD + reduced_far * REDUCED + NETWORK
+    return Price(
+        work_ms=float((totals @ WORK_MS / np.array(topology.speeds or 1.0)).max()),
+        transfer_ms=float((totals @ by_phase(prices).T).max(axis=0).sum()),
+        sent_bytes=int((totals @ SENT).max()),
+        network_bytes=int((totals @ network).max()),
+    )
 
 
 def plan_totals(
@@ -94,8 +118,7 @@ def plan_totals(
                     host_wanted=min(curve.touched(lookups / hosts), table.num_rows),
                     item=plan.dtype.itemsize,
                     row_item=plan.row_dtype.itemsize,
-                    vector_item=group.comm_dtype.itemsize,
-                    gradient_item=group.grad_comm_dtype.itemsize,
+                    sent_item=group.comm_dtype.itemsize,
                     state=stack.optimizer.state_counts,
                     slot_share=1.0 if table.storage is None else table.storage.share,
                     shares_state=stack.optimizer.shares_row_state,
@@ -134,19 +157,3 @@ def _add_table(
         # The effective number of row parts: this shard may be larger or smaller than others.
         cut = (facts.num_rows / num_rows, columns)
         totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
-
-
-def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:
-    """Return the mean number of ids per sample; without statistics, return the maximum."""
-    frequencies = known.get(feature.name)
-    return float(feature.hotness) if frequencies is None else frequencies.per_sample
-
-
-def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """Return the id curve of the table's feature with the most distinct ids.
-
-    The other features of the table are assumed to use the same ids. Without statistics, return
-    ``click_curve``.
-    """
-    curves = [known[name].curve for name in table.features if name in known]
-    return max(curves, key=lambda curve: curve.distinct, default=click_curve(table.num_rows))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.costs.counts import Counts, Cut, Facts, expanded, looked_up
 from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_copied, powers
 from sbpflow.embedding.plan.group_plan import (
     Cuts,
@@ -104,7 +104,7 @@ class CopiedRows(RowExchange):
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return is_copied(layout, world_size)
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         return [("B", (1, 1))]
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
@@ -119,20 +119,20 @@ class CopiedRows(RowExchange):
         return {
             "memory_bytes": facts.stored(facts.num_rows, dim),
             **facts.steps(facts.touched, dim),
-            **_expanded(facts),
+            **expanded(facts.local_lookups, wanted, dim),
             "read_rows": wanted,
             "read_elements": wanted * dim,
             "repeat_elements": wanted * dim * size,
-            "copied_bytes": wanted * dim * size * facts.gradient_item,
+            "copied_bytes": wanted * dim * size * facts.sent_item,
             "counted_bytes": 4.0 * wanted * (size - 1),
-            "gradient_bytes": wanted * dim * (size - 1) * facts.gradient_item,
+            "gradient_bytes": wanted * dim * (size - 1) * facts.sent_item,
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
             + facts.batches * wanted * size * facts.index_item
             # The rank's own gradients are freed before the update sums the gathered ones.
             + max(
-                (own + gathered) * facts.gradient_item,
+                (own + gathered) * facts.sent_item,
                 facts.collected_bytes(gathered, wanted * size, sums),
             ),
         }
@@ -152,7 +152,7 @@ class Unique(RowExchange):
     def accepts(self, layout: Layout, world_size: int) -> bool:
         return layout.split_dims == (0,)
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         rows = [cut for cut in powers(world_size) if cut <= num_rows]
         return [("S(0)", (cut, 1)) for cut in (1, *rows)]
 
@@ -172,7 +172,7 @@ class Unique(RowExchange):
         return tuple(stages)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        return {**_expanded(facts), **_received(facts), "counted_bytes": 4.0 * facts.wanted}
+        return {**_received(facts), "counted_bytes": 4.0 * facts.wanted}
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
@@ -182,9 +182,9 @@ class Unique(RowExchange):
         local = -wanted / cut[0]
         return {
             **_served(facts, requested, touched, rows, width),
-            "vector_bytes": sent * facts.vector_item,
+            "vector_bytes": sent * facts.sent_item,
             "counted_bytes": 4.0 * local,
-            "gradient_bytes": local * width * facts.gradient_item,
+            "gradient_bytes": local * width * facts.sent_item,
         }
 
 
@@ -210,7 +210,7 @@ class UniqueColumns(RowExchange):
             f"columns; use exchange columns, or {fix}"
         )
 
-    def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
         return [("S(1)", (1, world_size))] if dim // world_size >= LEAST_COLUMNS else []
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
@@ -226,14 +226,13 @@ class UniqueColumns(RowExchange):
         sides = facts.wanted * facts.dim
         received = _received(facts)
         return {
-            **_expanded(facts),
             **received,
             # The gradients exist as sums, as columns for each rank, and as received; or, after they
             # have been sent, as received and in the dtype of the arithmetic, which ``part`` counts.
             "buffer_bytes": received["buffer_bytes"]
-            + sides * max(2 * facts.gradient_item - facts.item, 0.0),
+            + sides * max(2 * facts.sent_item - facts.item, 0.0),
             "home_elements": sides,
-            "copied_bytes": 2 * sides * facts.both_ways,
+            "copied_bytes": 4 * sides * facts.sent_item,
             "counted_bytes": 4.0 * facts.wanted * (facts.world_size - 1),
         }
 
@@ -241,33 +240,24 @@ class UniqueColumns(RowExchange):
         size, wanted = facts.world_size, facts.wanted
         return {
             **_served(facts, size * wanted, facts.touched, rows, width),
-            "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
+            "vector_bytes": (size - 1) * wanted * width * facts.sent_item,
             # A rank keeps its own columns of the rows that it requests itself.
-            "gradient_bytes": -wanted * width * facts.gradient_item,
+            "gradient_bytes": -wanted * width * facts.sent_item,
             **facts.squares(facts.step_share * facts.touched, cut),
         }
 
 
-def _expanded(facts: Facts) -> dict[str, float]:
-    """Return the work of deduplicating a rank's ids and expanding rows to the vectors of its
-    samples.
-    """
-    return {
-        "home_sort": facts.local_lookups,
-        "home_unique": facts.wanted,
-        "expand_rows": facts.local_lookups,
-        "expand_elements": facts.local_lookups * facts.dim,
-    }
-
-
 def _received(facts: Facts) -> dict[str, float]:
-    """Return the work of receiving requested rows and sending their gradients."""
+    """Return the work of deduplicating a rank's ids, of receiving and expanding the requested rows,
+    and of sending their gradients.
+    """
     elements = facts.wanted * facts.dim
     return {
-        "gradient_bytes": elements * facts.gradient_item,
-        "copied_bytes": elements * facts.both_ways,
+        **expanded(facts.local_lookups, facts.wanted, facts.dim),
+        "gradient_bytes": elements * facts.sent_item,
+        "copied_bytes": 2 * elements * facts.sent_item,
         "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
-        + elements * facts.gradient_item,
+        + elements * facts.sent_item,
     }
 
 
@@ -282,9 +272,6 @@ def _served(
         "memory_bytes": facts.stored(rows, width),
         "buffer_bytes": facts.batches * requested * facts.index_item
         + facts.collected_bytes(elements, requested, sums),
-        "read_rows": requested,
-        "read_elements": requested * width,
-        "update_ids": requested,
-        "update_elements": requested * width,
+        **looked_up(requested, width),
         **facts.steps(touched, width),
     }

@@ -174,21 +174,17 @@ class OutputConfig:
         return starts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A rectangle [row_start:row_stop, col_start:col_stop] of a table or another tensor.
 
-    ``base`` is the first row of the shard in the rank's store, which can contain shards of several
-    tables.
+    All dims after the first are flattened to columns. A 1-d tensor has one column.
     """
 
-    table: TableConfig
-    rank: int
     row_start: int
     row_stop: int
     col_start: int
     col_stop: int
-    base: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -202,6 +198,29 @@ class Shard:
     def num_elements(self) -> int:
         return self.num_rows * self.width
 
+    def common(self, other: "Place") -> "Place | None":
+        """Return the intersection, or ``None`` if it is empty."""
+        both = Place(
+            max(self.row_start, other.row_start),
+            min(self.row_stop, other.row_stop),
+            max(self.col_start, other.col_start),
+            min(self.col_stop, other.col_stop),
+        )
+        return both if both.num_rows > 0 and both.width > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(Place):
+    """The part of a table that one rank stores.
+
+    ``base`` is the first row of the shard in the rank's store, which can contain shards of several
+    tables.
+    """
+
+    table: TableConfig
+    rank: int
+    base: int = 0
+
     @property
     def shift(self) -> int:
         """Return a row's number in the store minus its number in the table."""
@@ -214,15 +233,7 @@ def shard_on(table: TableConfig, layout: Layout, rank: int, base: int = 0) -> Sh
     if slices is None:
         return None
     rows, cols = slices
-    shard = Shard(
-        table=table,
-        rank=rank,
-        row_start=rows.start,
-        row_stop=rows.stop,
-        col_start=cols.start,
-        col_stop=cols.stop,
-        base=base,
-    )
+    shard = Shard(rows.start, rows.stop, cols.start, cols.stop, table=table, rank=rank, base=base)
     return shard if shard.num_elements else None
 
 

@@ -7,11 +7,10 @@ within the host before they are sent to other hosts. ``exchange/two_level.py`` r
 """
 
 from collections.abc import Hashable
-from typing import Literal
 
 import torch
 
-from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.costs.counts import Counts, Cut, Facts, expanded, looked_up
 from sbpflow.embedding.plan.group_plan import (
     Cuts,
     Exchange,
@@ -27,7 +26,6 @@ from sbpflow.sbp.placement import Placement
 
 SBP = "(S(0), S(0))"
 HOST, NETWORK = 0, 1  # the rounds of ids: within hosts, between hosts
-Level = Literal[0, 1]
 
 
 def is_two_level(layout: Layout) -> bool:
@@ -61,8 +59,9 @@ class UniqueTwoLevel(Exchange):
         ordered = [sorted(ranks) for ranks in hosts]
         return f"lists the ranks of a host out of order; list them in ascending order: {ordered}"
 
-    def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
-        return [(SBP, (num_hosts, world_size // num_hosts))]
+    def cuts(self, num_rows: int, dim: int, world_size: int, num_hosts: int) -> Cuts:
+        has_hosts = 1 < num_hosts < world_size
+        return [(SBP, (num_hosts, world_size // num_hosts))] if has_hosts else []
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         return (member.ranks, member.grid, *member.stack_key)
@@ -75,7 +74,7 @@ class UniqueTwoLevel(Exchange):
         ids, item, sent = group.address_dtype(), group.dtype, group.comm_dtype
 
         def stage(
-            purpose: Purpose, level: Level, dtype: torch.dtype, most: int, total: int, what: str
+            purpose: Purpose, level: int, dtype: torch.dtype, most: int, total: int, what: str
         ) -> Stage:
             direction = "bwd" if purpose == "gradients" else "fwd"
             id = f"{group.name}/{direction}/{purpose}.{('host', 'network')[level]}"
@@ -127,17 +126,11 @@ class UniqueTwoLevel(Exchange):
             + facts.collected_bytes(
                 dim * merged, merged, facts.sums_bytes(touched, dim, dim * merged)
             ),
-            "home_sort": summed,
-            "home_unique": wanted + merged,
-            "expand_rows": summed,
-            "expand_elements": summed * dim,
-            "read_rows": merged,
-            "read_elements": merged * dim,
-            "update_ids": merged,
-            "update_elements": merged * dim,
+            **expanded(summed, wanted + merged, dim),
+            **looked_up(merged, dim),
             **facts.steps(touched, dim),
-            "copied_bytes": dim * (wanted * (facts.vector_item + facts.item))
-            + dim * merged * facts.both_ways,
-            "host_bytes": near * (4.0 + dim * (facts.vector_item + facts.item)),
-            "network_bytes": far * (4.0 + dim * facts.both_ways),
+            "copied_bytes": dim * (wanted * (facts.sent_item + facts.item))
+            + 2 * dim * merged * facts.sent_item,
+            "host_bytes": near * (4.0 + dim * (facts.sent_item + facts.item)),
+            "network_bytes": far * (4.0 + 2 * dim * facts.sent_item),
         }

@@ -260,9 +260,7 @@ def _turn(
 
 def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.device) -> RowKernel:
     table = TableConfig(name="measured", features=("f",), num_rows=rows, dim=shape.dim)
-    shard = Shard(
-        table=table, rank=0, row_start=0, row_stop=rows, col_start=0, col_stop=shape.width
-    )
+    shard = Shard(0, rows, 0, shape.width, table=table, rank=0)
     return make_kernel(
         KernelChoice(name, "measured"),
         rows,

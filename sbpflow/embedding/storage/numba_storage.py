@@ -332,7 +332,7 @@ def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.
     start = time.perf_counter()
     cpu = torch.device("cpu")
     table = TableConfig(name="warm_up", features=("f",), num_rows=2, dim=4)
-    shard = Shard(table=table, rank=0, row_start=0, row_stop=2, col_start=0, col_stop=4)
+    shard = Shard(0, 2, 0, 4, table=table, rank=0)
     noise = RowNoise([shard], stream_key(0, "warm_up"), cpu)
     storage = NumbaStorage(
         2, 4, dim=4, optimizer=optimizer, dtype=dtype, device=cpu, row_dtype=row_dtype, noise=noise

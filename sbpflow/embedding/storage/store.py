@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
-from sbpflow.embedding.storage.base import RowKernel, RowListener
+from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.runtime.compute.devices import upload
 
@@ -33,14 +33,13 @@ class RowStore(Protocol):
     The lease of batch n begins with ``announce(n, ..)`` and ends with ``release(n)``. From
     ``admit(n)`` on, the slots of the batch's rows are fixed. Every training batch is announced
     exactly once and in order, possibly several batches before it is admitted. Several batches can
-    be announced or admitted at the same time, and they can share rows. ``listeners`` are the
-    kernel's listeners.
+    be announced or admitted at the same time, and they can share rows.
 
     Other threads can call ``read`` at any time, and ``read`` must return the newest values. A store
-    must therefore hold a lock while it moves rows between slots and other memory. Listeners call
-    ``read`` while they hold locks of their own. ``read`` may see a row in the middle of an
-    ``update``; code that needs consistent rows must be a listener, as the undo log of checkpoints
-    is.
+    must therefore hold a lock while it moves rows between slots and other memory. The kernel's
+    listeners call ``read`` while they hold locks of their own. ``read`` may see a row in the middle
+    of an ``update``; code that needs consistent rows must be a listener, as the undo log of
+    checkpoints is.
     """
 
     kernel: RowKernel
@@ -69,9 +68,6 @@ class RowStore(Protocol):
     def starts_initial(self) -> bool:
         """Return True if reading a row that was never written returns its initial values."""
         ...
-
-    @property
-    def listeners(self) -> list[RowListener]: ...
 
     def announce(self, number: int, addresses: Tensor) -> None:
         """Announce that training batch ``number`` will look up ``addresses`` [n].
@@ -124,10 +120,6 @@ class DeviceStore:
     @property
     def memory_bytes(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in self._tensors().values())
-
-    @property
-    def listeners(self) -> list[RowListener]:
-        return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
         """Do nothing, because every row has a slot."""

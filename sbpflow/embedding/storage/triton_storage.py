@@ -61,9 +61,6 @@ class TritonStorage(TorchStorage):
             )
         return step, (*constants, *[0.0] * (MOST_CONSTANTS - len(constants)))
 
-    def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        return self.pool(self.weights, lookup)
-
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
         bags, width = lookup.num_bags, block.shape[1]
         out = torch.empty(bags, width, device=block.device)

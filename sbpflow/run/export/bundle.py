@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.run.export.graph import graph_of
 from sbpflow.run.export.plain_model import ReadRows, id_columns, missing_ids
 from sbpflow.run.export.row_formats import RowFormat, to_stored
@@ -64,11 +63,6 @@ class BundleModel:
     raw: RawInput | None = None
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    @property
-    def tables(self) -> tuple[TableConfig, ...]:
-        """Return the tables of all outputs."""
-        return tuple(table for output in self.plan.outputs for table in output.tables)
-
 
 def write_bundle(
     folder: Path, model: BundleModel, origin: Mapping[str, Any], sample: Mapping[str, Any]
@@ -84,7 +78,7 @@ def write_bundle(
                 tensors[name] = store["shapes"][name]
     tensors |= {f"dense/{n}": (DTYPE_CODES[v.dtype], list(v.shape)) for n, v in weights.items()}
     with TensorsFile(folder / "model.safetensors", tensors) as out:
-        for table in model.tables:
+        for table in model.plan.tables:
             for first in range(0, table.num_rows, _BLOCK):
                 rows = range(first, min(first + _BLOCK, table.num_rows))
                 block = model.read(f"tables/{table.name}", slice(rows.start, rows.stop))
@@ -158,7 +152,7 @@ def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Group the tables of equal width and format, so that a single gather reads a group's rows."""
     stores: dict[tuple[object, ...], dict[str, Any]] = {}
     tables: dict[str, Any] = {}
-    for table in model.tables:
+    for table in model.plan.tables:
         first_row = model.read(f"tables/{table.name}", slice(0, 1))
         parts = to_stored(table.name, first_row, [0], model.row_format)
         kinds = {suffix: (DTYPE_CODES[v.dtype], list(v.shape[1:])) for suffix, v in parts.items()}

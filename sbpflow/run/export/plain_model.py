@@ -59,7 +59,7 @@ class PlainModel(nn.Module):
         super().__init__()
         self.num_dense = num_dense
         self._dtype = plan.dtype
-        self._outputs = plan.outputs
+        self._outputs, self.tables = plan.outputs, plan.tables
         self._out_of_range: OutOfRange = plan.out_of_range
         features = plan.features[: len(plan.features) - len(hashed)]
         self.features: tuple[FeatureConfig, ...] = features  # the features in a batch
@@ -82,11 +82,6 @@ class PlainModel(nn.Module):
         for name, rows in tables.items():
             self.add_module(_module_name(name), rows)
         self.dense = dense
-
-    @property
-    def tables(self) -> tuple[TableConfig, ...]:
-        """Return the tables of all outputs, in order."""
-        return tuple(table for output in self._outputs for table in output.tables)
 
     def rows_of(self, table: str) -> Rows | SavedRows:
         """Return the rows of the table with this name."""
@@ -222,8 +217,7 @@ def plain_model(
     dense = dense_part(spec, plan, read, saved, seed)
     tables = {
         table.name: make_rows(table.name, read(f"tables/{table.name}"), row_format, plan.dtype)
-        for output in plan.outputs
-        for table in output.tables
+        for table in plan.tables
     }
     hashed = spec.hashed_columns
     return PlainModel(plan, hashed, tables, dense, num_dense, addresses or {}).eval()
@@ -249,7 +243,7 @@ def saved_rows_model(
             table.name, lambda at: read(name, at), table.num_rows, row_format, plan.dtype
         )
 
-    tables = {t.name: rows(t) for output in plan.outputs for t in output.tables}
+    tables = {t.name: rows(t) for t in plan.tables}
     hashed = spec.hashed_columns
     return PlainModel(plan, hashed, tables, dense, num_dense, addresses).eval()
 

@@ -22,9 +22,10 @@ from sbpflow.config.model_tables import (
     shape_of,
     table_of,
 )
+from sbpflow.config.schema import ModelGroup
 from sbpflow.config.table_rules import Scheme, TableRule
-from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.plan.growth import Growth
+from sbpflow.embedding.plan.id_statistics import IdFrequencies
 from sbpflow.embedding.plan.tables import (
     INITIAL_RANGE,
     Combine,
@@ -43,7 +44,7 @@ from sbpflow.training.dense_part import DensePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdField:
+class IdField(FeatureConfig):
     """A column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
 
     If ``keyed``, the ids are arbitrary 64-bit keys, and ``rows`` is 0. Fields with the same
@@ -51,11 +52,7 @@ class IdField:
     describes how often ids repeat, if known, and is used for cost estimates.
     """
 
-    name: str
     rows: int
-    hotness: int = 1
-    ragged: bool = False
-    weighted: bool = False
     vocabulary: str = ""
     frequencies: IdFrequencies | None = None
     keyed: bool = False
@@ -195,14 +192,9 @@ class ExportableSpec(ModelSpec, Protocol):
         ...
 
 
-class ModelConfig(Protocol):
+class ModelConfig(ModelGroup, Protocol):
     """The interface of a configuration's ``model`` group, a frozen dataclass identified by
     ``name``."""
-
-    @property
-    def name(self) -> str:
-        """Return the value of ``model.name`` that selects this class."""
-        ...
 
     def spec(self, fields: Fields) -> ModelSpec:
         """Return the model for these columns.

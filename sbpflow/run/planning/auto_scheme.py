@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from glob import escape
 
 from sbpflow.config.table_rules import TableRule
-from sbpflow.costs.ids import IdFrequencies
-from sbpflow.costs.prices import Price
 from sbpflow.embedding.cache.slot_planner import planning_bytes
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample, price_plan
+from sbpflow.embedding.plan.id_statistics import IdFrequencies, curve_of_table, ids_per_sample
+from sbpflow.embedding.plan.price import Price, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.embedding.plan.two_level import SBP as TWO_LEVEL
 from sbpflow.errors import PlanError

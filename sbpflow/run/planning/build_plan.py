@@ -9,17 +9,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
-from sbpflow.config.checks import check
+from sbpflow.config.checks import check, check_layouts
 from sbpflow.config.metrics import METRICS
 from sbpflow.config.model_tables import TableRules, check_matches
 from sbpflow.config.schema import Config, TableChanges, TableOptimizer
-from sbpflow.config.table_layouts import resolve_dense_layouts
+from sbpflow.config.table_layouts import resolve_dense_layouts, resolve_table_layouts
 from sbpflow.config.table_plan import read_table_plan
 from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
 from sbpflow.config.topology_file import read_topology
-from sbpflow.costs.ids import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.growth import has_idle_time
+from sbpflow.embedding.plan.id_statistics import IdFrequencies, exponent_of_table
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import with_constants
@@ -245,9 +245,11 @@ def _plan_tables(
     parallel, sparse = config.parallel, config.optimizer.sparse
 
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
-        return check(
-            config, shapes, schemes, world.size, world.device_type, planned, topology.hosts
+        layouts = resolve_table_layouts(
+            parallel, shapes, schemes, world.size, world.device_type, planned, topology.hosts
         )
+        check_layouts(config, layouts)
+        return layouts
 
     outputs = _with_patterns(spec.outputs, config)
     outputs = with_storage(outputs, config, world.size, world.device_type)
@@ -266,6 +268,7 @@ def _plan_tables(
             out_of_range=config.data.out_of_range,
         )
 
+    check(config, world.size, world.device_type)
     if parallel.scheme != "auto":
         layouts = resolve(spec.schemes)
         return layouts, plan(layouts), ()
@@ -301,23 +304,10 @@ def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
 
 
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
-    """Return the exponent (see ``costs.ids``) of each table whose id statistics are known.
-
-    A table's exponent is the average over its features, weighted by their numbers of ids and
-    rounded to a multiple of 0.5.
-    """
+    """Return the exponent of each table whose id statistics are known."""
     known = frequencies_of(fields)
-    skews: dict[str, float] = {}
-    for table in (table for group in embeddings.groups for table in group.tables):
-        frequencies = [known[name] for name in table.features if name in known]
-        draws = [batch_size * each.per_sample for each in frequencies]
-        if sum(draws) > 0:
-            weighted = sum(
-                count * exponent_of(each.curve, table.num_rows, count)
-                for each, count in zip(frequencies, draws, strict=True)
-            )
-            skews[table.name] = round(2 * weighted / sum(draws)) / 2
-    return skews
+    exponents = {t.name: exponent_of_table(t, batch_size, known) for t in embeddings.tables}
+    return {name: exponent for name, exponent in exponents.items() if exponent is not None}
 
 
 def _dense_parameters(

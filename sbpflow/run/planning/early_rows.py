@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sbpflow.config.schema import Config
-from sbpflow.costs.ids import IdFrequencies, click_curve
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.price import ids_per_sample
+from sbpflow.embedding.plan.id_statistics import IdFrequencies, curve_of_table, ids_per_sample
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import EarlyRows
@@ -210,6 +209,6 @@ def _overlap(
     if known:
         most = max(known, key=lambda field: field.curve.distinct)
         return most.overlap(first, second, per_sample / max(most.per_sample, 1e-9))
-    curve = click_curve(table.num_rows)
+    curve = curve_of_table(table, frequencies)
     a, b = first * per_sample, second * per_sample
     return curve.touched(a), curve.touched(a) + curve.touched(b) - curve.touched(a + b)

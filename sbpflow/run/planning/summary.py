@@ -9,8 +9,7 @@ from typing import Any
 
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
-from sbpflow.costs.prices import Price
-from sbpflow.embedding.plan.price import price_plan
+from sbpflow.embedding.plan.price import Price, price_plan
 from sbpflow.errors import ConfigError, PlanError
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import frequencies_of, plan_run

@@ -12,7 +12,6 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import Claim, checked, keep_only, step_folder, tidy
 from sbpflow.checkpoint.format import Previous, digest_of
 from sbpflow.checkpoint.run_file import RunFacts, write_run
-from sbpflow.checkpoint.save import Saver
 from sbpflow.config.checks import writable_folder
 from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import plain
@@ -23,6 +22,7 @@ from sbpflow.run.execution.predict import on_rank_0
 from sbpflow.run.planning.plan_file import plan_to_json
 from sbpflow.run.saved.coordinated_stop import CoordinatedStop
 from sbpflow.run.saved.resume import Read, Resumed, given_folder, relevant_facts
+from sbpflow.run.saved.save import Saver
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
@@ -52,9 +52,7 @@ class Checkpoints:
         metrics_bytes: Callable[[], int],
         keep_set: Callable[[AnyPath], None],
     ) -> None:
-        decision, start, data = resumed.decision, resumed.start, resumed.data
-        self.step, self.epoch, self.batches_left = start.step, start.epoch, start.batches_left
-        self.steps_of_before, self.loop = start.steps_of_before, start.loop
+        decision, self.start, data = resumed.decision, resumed.start, resumed.data
         self._config, self._job, self._read = config, job, read
         self._data, self._metrics_bytes = data, metrics_bytes
         self._world = job.boxing.world
@@ -62,7 +60,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
-        self._stopping, self._last_saved = False, start.step
+        self.stops, self._last_saved = False, self.start.step
         self._lock: RunLock | Claim | None = None
         if not config.checkpoint.every:
             return
@@ -123,8 +121,8 @@ class Checkpoints:
         if self._saver is None:
             return False
         self._saver.check()
-        self._stopping = self._stop is not None and self._stop.after(step)
-        return last or best or self._stopping or step % self._config.checkpoint.every == 0
+        self.stops = self._stop is not None and self._stop.after(step)
+        return last or best or self.stops or step % self._config.checkpoint.every == 0
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
         if self._saver is None:
@@ -132,15 +130,11 @@ class Checkpoints:
         self._last_saved = step
         self._job.trainer.settle()
         documents, best = self._documents(batch, loop), loop.get("best", {}).get("step")
-        if self._config.checkpoint.background and not self._stopping:
+        if self._config.checkpoint.background and not self.stops:
             self._saver.start(step, documents, lambda: self._prune(step, best))
         else:
             self._saver.save(step, documents)
             self._prune(step, best)
-
-    @property
-    def stops(self) -> bool:
-        return self._stopping
 
     def leave(self) -> None:
         if self._stop is None or self._saver is None:
@@ -193,7 +187,7 @@ class Checkpoints:
             "plan": json.loads(plan_to_json(self._job.plan)),
             "data": {name: getattr(self._data, name) for name in names},
             "cursor": self._read.state_after(batch),
-            "steps_of_before": self.steps_of_before,
+            "steps_of_before": self.start.steps_of_before,
             "loop": dict(loop),
             "metrics_bytes": self._metrics_bytes(),
             "world_size": self._world.size,

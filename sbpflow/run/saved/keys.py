@@ -115,7 +115,7 @@ def to_keys(
     done: dict[str, str] = {}
     plan = _plan(checkpoint)
     known = [feature.name for feature in plan.features]
-    for table in (t for out in plan.outputs for t in out.tables):
+    for table in plan.tables:
         own = [name for name in table.features if name in values]
         if not own:
             _check_crosses(table.features, known, values)

@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ from sbpflow.run.saved.saved_documents import check_loop, check_start, saved_set
 from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE, RunLock, set_aside
+from sbpflow.training.saving import Position
 
 logger = logging.getLogger(__name__)
 
@@ -98,20 +99,15 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The position at which a run starts; see ``Checkpoints`` in ``training/saving.py``.
+class Start(Position):
+    """The position at which a run starts.
 
     ``cursor`` is the loader's position, and ``batches_left`` counts the batches of ``epoch`` after
     it. If the run resumes on the same set, ``going_on`` is the step and the length of
     metrics.jsonl.
     """
 
-    step: int = 0
-    epoch: int = 0
-    batches_left: int | None = None
-    steps_of_before: int = 0
     cursor: Mapping[str, int | str] | None = None
-    loop: Mapping[str, Any] = field(default_factory=dict[str, Any])
     going_on: tuple[int, int] | None = None
 
 

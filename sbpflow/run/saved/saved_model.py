@@ -270,8 +270,7 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
 
     Raises CheckpointError if a tensor is missing or has a different shape.
     """
-    tables = [table for out in job.plan.embeddings.outputs for table in out.tables]
-    wanted = {f"tables/{table.name}" for table in tables}
+    wanted = {f"tables/{table.name}" for table in job.plan.embeddings.tables}
     wanted |= {f"dense/{name}" for name in (*job.model.parameters, *job.model.buffers)}
     state = {
         name: tensor

@@ -15,10 +15,11 @@ from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.attempt import Attempt, TensorSpec
 from sbpflow.checkpoint.changes import Changes, ChangeTracker, Stores, Written
-from sbpflow.checkpoint.format import Patch, Place, Previous, cover_fault, whole_of
+from sbpflow.checkpoint.format import Patch, Previous, SavedTensor, cover_fault, whole_of
 from sbpflow.checkpoint.share import share_out
 from sbpflow.checkpoint.snapshot import SaveCost, Snapshot
-from sbpflow.checkpoint.write import Part, rectangle_place, write_parts
+from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.embedding.plan.tables import Place
 from sbpflow.embedding.state import LogicalTensor, Values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath
@@ -211,11 +212,14 @@ class Saver:
         self._names, self._share = list(state), shares[world.rank]
         self._tensors = {
             name: TensorSpec(
-                shape=tensor.shape,
-                dtype=getattr(torch, all_dtypes[name]),
-                column_starts=tensor.column_starts,
-                by_key=tensor.by_key,
-                keys=tensor.keys,
+                SavedTensor(
+                    shape=tensor.shape,
+                    dtype=getattr(torch, all_dtypes[name]),
+                    pieces=(),
+                    column_starts=tensor.column_starts,
+                    keys=tensor.keys,
+                ),
+                tensor.by_key,
             )
             for name, tensor in state.items()
         }
@@ -249,10 +253,10 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 def _view(tensor: LogicalTensor, place: Place) -> Values:
     """Return the values of ``place``, which must span all columns of a rectangle on this rank."""
     for rectangle in tensor.rectangles:
-        if rectangle_place(rectangle).common(place) == place:
+        if rectangle.place.common(place) == place:
             if rectangle.values.ndim == 0:
                 return rectangle.values
-            top = rectangle.row_start
+            top = rectangle.place.row_start
             return rectangle.values[place.row_start - top : place.row_stop - top]
     raise RuntimeError(f"{tensor.name}: no rectangle of this rank contains {place}")
 
@@ -260,5 +264,5 @@ def _view(tensor: LogicalTensor, place: Place) -> Values:
 def _places(tensor: LogicalTensor) -> list[Place]:
     if tensor.is_copy:
         return []
-    places = [rectangle_place(rectangle) for rectangle in tensor.rectangles]
+    places = [rectangle.place for rectangle in tensor.rectangles]
     return [place for place in places if place.num_elements]
