@@ -322,11 +322,9 @@ def _output(
             parts.append(program.add(operation, program.take(dim), start, terms=count))
         else:
             parts.append((start, count * dim))
-    if len(parts) == 1:
-        return parts[0]
-    if not sums:
-        return program.concatenated(parts)
     joined = program.concatenated(parts)
+    if len(parts) == 1 or not sums:
+        return joined
     return program.add(SUM, program.take(parts[0][1]), joined[0], terms=len(parts))
 
 
