@@ -310,7 +310,7 @@ class Manifest:
         """Return the shards of one split in row order."""
         if split not in SPLITS:
             raise DataError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-        return tuple(shard_from(entry) for entry in self.content["splits"][split])
+        return tuple(_shard(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
         """Return the field ``name``. Raises DataError, with advice, if the field does not exist."""
@@ -334,23 +334,9 @@ def _facts_of(field: Field) -> dict[str, Any]:
     return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
 
 
-def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """Return the shard described by ``entry``, which comes from a manifest or from the record of a
-    piece.
-    """
+def _shard(entry: Mapping[str, Any]) -> Shard:
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
-
-
-def shard_entry(shard: Shard) -> dict[str, Any]:
-    """Return a shard's manifest entry, without default values."""
-    entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
-    if shard.parts:
-        entry["parts"] = {
-            name: {key: value for key, value in asdict(part).items() if value is not None}
-            for name, part in shard.parts.items()
-        }
-    return entry
 
 
 def fingerprint_of(content: Mapping[str, Any]) -> str:
