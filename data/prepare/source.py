@@ -16,7 +16,6 @@ from typing import IO, NamedTuple
 from sbpflow.data.prepare.decompress import (
     DECOMPRESS,
     FORMAT_NAMES,
-    decompress_errors,
     decompressed,
 )
 from sbpflow.data.prepare.remote import identity
@@ -258,5 +257,5 @@ def _text_of(path: AnyPath, raw: IO[bytes]) -> Iterator[Text]:
     if suffix not in DECOMPRESS:
         yield Text(raw, raw)
         return
-    with decompress_errors(path, suffix), decompressed(raw, suffix) as file:
+    with decompressed(path, raw, suffix) as file:
         yield Text(file, raw)
