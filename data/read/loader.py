@@ -363,4 +363,6 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
 
 
 open_loader = RowLoader
-"""The name under which callers open a split"""
+"""Open one split for one rank. ``RowLoader``, of which this is another name, documents the
+arguments.
+"""
