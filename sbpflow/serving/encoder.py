@@ -207,12 +207,6 @@ class Encoder:
         self.keyed_columns = [self.id_columns[each["name"]] for each in self.keyed]
         self._compiled = None if loops is None else loops.CompiledInput(self)
 
-    @property
-    def num_dense(self) -> int:
-        """Return the number of dense values of a row."""
-        kept = [entry for entry in self._dense if entry["bounds"] is None]
-        return sum(1 + bool(entry["indicator"]) for entry in kept)
-
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Encoder":
         """Return an encoder with additional entries (keys, ids) or (keys, ids, checks) by
         vocabulary.

@@ -314,7 +314,7 @@ def _assembled(folder: Path, content: Mapping[str, Any], compiled: bool) -> Mode
     program = None
     if loops is not None and encoder is not None:
         dims = [store.dim for store in stores]
-        program = loops.compile_model(content, segments, gathers, dims, encoder.num_dense, weights)
+        program = loops.compile_model(content, segments, gathers, dims, weights)
     return Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),
