@@ -23,10 +23,10 @@ from sbpflow.data.format.manifest_check import SPLITS, check_content
 from sbpflow.data.format.parts import (
     LENGTH_TYPES,
     PLACES_IN_SHARD,
+    SIDE_TYPES,
     PartType,
     Role,
     SideColumn,
-    part_types,
 )
 from sbpflow.data.format.rebuild import how_to_rebuild
 from sbpflow.data.format.schema import Field
@@ -184,15 +184,26 @@ class Manifest:
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
         """Return the parts that every shard has in addition to its words, by name."""
-        length_type = self.content.get("length_type", LENGTH_TYPES[0])
-        return part_types(
-            len(self.lists),
-            length_type,
-            self.weighted,
-            self.side,
-            num_keys=sum(field.hot for field in self.fixed if field.keyed),
-            keys_in_lists=any(field.keyed for field in self.lists),
-        )
+        types: dict[str, PartType] = {}
+        if num_keys := sum(field.hot for field in self.fixed if field.keyed):
+            types["keys"] = PartType("<i8", (num_keys,))
+        if lists := self.lists:
+            length_type = self.content.get("length_type", LENGTH_TYPES[0])
+            types["lengths"] = PartType(length_type, (len(lists),))
+            types["starts"] = PartType("<i8", extra=1)
+            keyed = any(field.keyed for field in lists)
+            types["values"] = PartType("<i8" if keyed else "<i4", counted=True)
+            if self.weighted:
+                types["value_weights"] = PartType("<f4", counted=True)
+        if num_labels := sum(column.role == "label" for column in self.side):
+            types["labels"] = PartType("<f4", (num_labels,))
+        for column in self.side:
+            if column.type == "string":
+                types[f"{column.role}_ends"] = PartType("<i8")
+                types[f"{column.role}_bytes"] = PartType("|u1", counted=True)
+            elif column.role != "label":
+                types[column.role] = PartType(SIDE_TYPES[column.type])
+        return types
 
     @property
     def keyed(self) -> bool:
