@@ -18,7 +18,6 @@ from sbpflow.data.engine import add_engine, engine_options
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
-from sbpflow.data.prepare.remote import size_of
 from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError, StoreError
@@ -333,7 +332,8 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
-    size = sum(size_of(f) * _DISK_FACTOR.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
+    files = [f for f in files if f.is_file()]
+    size = sum(f.stat().st_size * _DISK_FACTOR.get(f.suffix.lower(), 1.4) for f in files)
     return (
         f"; the command needs about {_size(size)} at its peak, including finished parts, but "
         f"{free}; free some space and rerun the command to resume, or choose another output"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.ids import WideIdTable, capacity_of
 from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import DenseColumn
 from sbpflow.data.format.vocabulary import open_vocabularies
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.options import PrepareOptions
@@ -41,6 +42,8 @@ class SavedKeys:
 
 
 Growing = Mapping[str, SavedKeys]
+_DENSE_KEYS = ("name", "whole", "transform", "clip", "indicator", "decimal")
+_LIST_KEYS = ("separator", "most", "beyond", "weights", "inline")
 _TEXTS = ("", "red", "05db9164", "K\u00f6ln")
 
 
@@ -59,21 +62,7 @@ def input_content(manifest: Manifest, growing: Growing) -> dict[str, Any] | None
         "header": schema.header,
         "missing_values": list(schema.missing_values),
         "columns": _columns(options),
-        "dense": [
-            {
-                "name": column.name,
-                "whole": column.whole,
-                "transform": column.transform,
-                "clip": column.clip,
-                "indicator": column.indicator,
-                "decimal": column.decimal,
-                "bounds": fitted[column.name]["bounds"] if column.buckets else None,
-                "clips": fitted.get(column.name, {}).get("clips", False),
-                "mean": fitted.get(column.name, {}).get("mean"),
-                "std": fitted.get(column.name, {}).get("std"),
-            }
-            for column in options.numbers
-        ],
+        "dense": [_dense(column, fitted.get(column.name, {})) for column in options.numbers],
         "fields": [_field(entry, options, vocabularies) for entry in manifest.content["fields"]],
         "vocabularies": places,
         "hashes": _hashes(),
@@ -92,6 +81,16 @@ def _columns(options: PrepareOptions) -> list[dict[str, Any]]:
         {"name": name, "kind": kinds.get(name, "ignored"), "required": name in required}
         for name in schema.columns or schema.used
     ]
+
+
+def _dense(column: DenseColumn, fitted: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{key: getattr(column, key) for key in _DENSE_KEYS},
+        "bounds": fitted["bounds"] if column.buckets else None,
+        "clips": fitted.get("clips", False),
+        "mean": fitted.get("mean"),
+        "std": fitted.get("std"),
+    }
 
 
 def _field(
@@ -116,15 +115,7 @@ def _field(
         "both_hex": bool(parts) and all(schema.kind(part) == "hex" for part in parts),
         "vocabulary": vocabulary,
         "salt": salt,
-        "list": None
-        if column is None
-        else {
-            "separator": column.separator,
-            "most": column.most,
-            "beyond": column.beyond,
-            "weights": column.weights,
-            "inline": column.inline,
-        },
+        "list": column and {key: getattr(column, key) for key in _LIST_KEYS},
     }
 
 

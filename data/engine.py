@@ -109,11 +109,6 @@ class Engine:
         """
         return self._backend.shares_memory
 
-    @property
-    def num_workers(self) -> int:
-        """Return the number of tasks that run concurrently."""
-        return self._backend.num_workers()
-
     def run(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield ``function(item)`` for every item, in the order of the items.
 

@@ -8,6 +8,7 @@ that it replaces, and releases the GIL.
 import numpy as np
 
 from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.serving.text_loops import NIBBLES
 
 U64 = np.uint64
 LABEL, INTEGER, HEX = 0, 1, 2
@@ -16,17 +17,11 @@ _END, _MINUS, _ZERO = 10, 45, 48
 _HEX_DIGITS, _MAX_DIGITS = 8, 9
 """Integers with up to this many digits always fit into 32 bits"""
 
-NIBBLES = np.full(256, 255, dtype=np.uint8)
-"""The value of each byte as a hex digit; 255 for other bytes"""
-for _number in range(16):
-    NIBBLES[ord(f"{_number:x}")] = NIBBLES[ord(f"{_number:X}")] = _number
-
 
 @compiled
 def parse_lines(  # noqa: C901 - a function per kind of cell is three times slower
     text: Array,
     separator: int,
-    nibbles: Array,
     kinds: Array,
     labels: Array,
     integers: Array,
@@ -55,7 +50,7 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
                         return False
                     value, bad = np.uint32(0), np.uint8(0)
                     for k in range(at, at + _HEX_DIGITS):
-                        nibble = nibbles[text[k]]
+                        nibble = NIBBLES[text[k]]
                         bad |= nibble
                         value = (value << np.uint32(4)) | np.uint32(nibble)
                     at += _HEX_DIGITS

@@ -295,13 +295,10 @@ class _Block:
                 ragged += 1
             elif table.hot > 1:
                 owners = np.repeat(np.arange(len(self.labels)), table.hot)
-            self._check(table, ids)
+            if ids.size and not table.keyed and (ids.min() < 0 or ids.max() >= table.rows):
+                raise out_of_range(self._manifest, table, self._split, self._start, ids)
             bins = _id_bins(ids.reshape(-1), _num_bins(table), table.keyed)
             self._add(feature, bins, owners, base)
-
-    def _check(self, table: Field, ids: NDArray[Any]) -> None:
-        if ids.size and not table.keyed and (ids.min() < 0 or ids.max() >= table.rows):
-            raise out_of_range(self._manifest, table, self._split, self._start, ids)
 
     def _add(self, feature: _Feature, bins: Bins, owners: Bins | None, base: float | None) -> None:
         feature.count(bins, self.labels if owners is None else self.labels[owners])

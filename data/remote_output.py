@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.format.manifest_check import SET_FILE
-from sbpflow.data.prepare.remote import size_of, version
+from sbpflow.data.prepare.remote import version
 from sbpflow.data.prepare.source import check_exists, is_data
 from sbpflow.data.prepare.workspace import only_run
 from sbpflow.errors import ConfigError, DataError
@@ -90,7 +90,7 @@ def _plan(words: Sequence[str], inputs: Sequence[AnyPath], others: Sequence[AnyP
     for path in (*inputs, *others):
         entries = path.iterdir() if path.is_dir() else [path]
         read += filter(is_data, entries) if path.is_dir() and path in inputs else entries
-    files = sorted((*map(str, version(f)), size_of(f)) for f in read if f.is_file())
+    files = sorted((*map(str, version(f)), f.stat().st_size) for f in read if f.is_file())
     return hashlib.sha256(json.dumps([list(words), files]).encode()).hexdigest()
 
 

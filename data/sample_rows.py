@@ -18,7 +18,7 @@ from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
 from sbpflow.data.prepare.cells import time_text
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.new_rows import encode
-from sbpflow.errors import unknown_value
+from sbpflow.data.values import decoded
 from sbpflow.serving.cells import MISSING_KEY
 
 NUM_ROWS = 6
@@ -69,19 +69,11 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
     an unknown value, and a missing value, as strings.
     """
     texts: list[str] = []
-    count = 0 if vocabulary is None else len(vocabulary.keys)
-    if vocabulary is not None and count:
-        places = np.unique((np.arange(1, 5) * (number + 7) * count // 37) % count)
-        keys = np.asarray(vocabulary.keys[places])
-        if kind == "hex":
-            texts = [f"{key:08x}" for key in keys.tolist()]
-        elif kind == "integer":
-            texts = [str(key) for key in keys.view(np.int64).tolist()]
-        elif kind == "string":
-            strings = vocabulary.strings()
-            texts = [] if strings is None else [strings[place] for place in places.tolist()]
-        else:
-            raise unknown_value("kind", kind, Kind)
+    if vocabulary is not None and (kind != "string" or vocabulary.string_ends is not None):
+        count = len(vocabulary.keys)
+        places = np.arange(1, 5) * (number + 7) * count // 37 % max(count, 1)
+        # without values, there are no places
+        texts = list(map(str, decoded(vocabulary, kind, np.unique(places)[:count])))
     return [*texts, _UNKNOWN[kind], ""]
 
 

@@ -23,6 +23,10 @@ from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, RARE_ID
 TOP = (1, 16, 1024, 65536)
 BATCH_SIZES = (1024, 4096, 16384, 65536)
 NUM_BINS = 17
+_BIN_EDGES = np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
+"""Lower edges of the bins [17]. A row is in bin j if its number of lookups is above ``edges[j]``
+and, except in the last bin, at most ``edges[j + 1]``.
+"""
 BIN_SAMPLES = 65536
 _SAMPLED_BATCHES = 8
 _MIN_TAIL_COUNT = 5
@@ -78,7 +82,7 @@ def field_stats(
     """
     rising = np.sort(counts)
     total = int(rising.sum())
-    starts = np.append(np.searchsorted(batch, _bin_edges(), side="right"), len(batch))
+    starts = np.append(np.searchsorted(batch, _BIN_EDGES, side="right"), len(batch))
     tops = {k: int(rising[max(len(rising) - k, 0) :].sum()) for k in TOP}
     return FieldStats(
         name=field.name,
@@ -95,13 +99,6 @@ def field_stats(
         unique_ratio={str(size): round(ratio, 6) for size, ratio in unique_ratio.items()},
         tail_exponent=tail_exponent(rising[::-1]),
     )
-
-
-def _bin_edges() -> NDArray[np.int64]:
-    """Return the lower edges of the bins [17]. A row is in bin j if its number of lookups is above
-    ``edges[j]`` and, except in the last bin, at most ``edges[j + 1]``.
-    """
-    return np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:

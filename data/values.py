@@ -95,7 +95,7 @@ class _KnownValues:
         The strings of growing fields are not stored, so the keys are returned instead of strings.
         """
         is_hash = self.kind == "string" and self.shift > 0
-        return _decoded(self.stored, "integer" if is_hash else self.kind, places)
+        return decoded(self.stored, "integer" if is_hash else self.kind, places)
 
 
 def _known_values(
@@ -128,7 +128,10 @@ def _known_values(
     return _KnownValues(stored, schema.kind(field))
 
 
-def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) -> NDArray[Any]:
+def decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) -> NDArray[Any]:
+    """Return the values of a vocabulary at ``places`` in their original form. Raises ConfigError
+    for strings that are not stored.
+    """
     if kind == "integer":
         return np.asarray(stored.keys)[places].view(np.int64)
     if kind == "hex":

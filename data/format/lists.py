@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.data.format.manifest import Manifest, UnchangedSet, check_unchanged
+from sbpflow.data.format.manifest import Manifest, check_unchanged
 from sbpflow.data.format.mapped_rows import (
     MappedItems,
     MappedRows,
     Places,
     Rows,
     mapped_of,
-    max_maps,
     open_rows,
 )
 
@@ -28,8 +27,7 @@ def open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Row
         (folder / part.file, kind.dtype, kind.shape(shard.rows, part.count))
         for shard, part in parts
     ]
-    get = None if manifest.cache is None else manifest.cache.get
-    return open_rows(files, limit, UnchangedSet(manifest).check, get)
+    return open_rows(manifest, files, limit)
 
 
 class SplitPart(MappedRows):
@@ -37,10 +35,9 @@ class SplitPart(MappedRows):
     ``time``.
     """
 
-    def __init__(self, manifest: Manifest, split: str, name: str, limit: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, split: str, name: str, limit: int) -> None:
         kind = manifest.part_types[name]
         none = np.empty((0, *kind.tail), dtype=kind.dtype)
-        limit = max_maps() if limit is None else limit
         super().__init__(open_part(manifest, split, name, limit), none)
 
 
@@ -71,9 +68,7 @@ class SplitLists:
     local set are mapped.
     """
 
-    def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
-        if limit is None:
-            limit = max(1, max_maps() // (3 + manifest.weighted))
+    def __init__(self, manifest: Manifest, split: str, limit: int) -> None:
         try:
             self.lengths = SplitPart(manifest, split, "lengths", limit)
             self._starts = open_part(manifest, split, "starts", limit)

@@ -23,10 +23,10 @@ from sbpflow.data.format.manifest_check import SPLITS, check_content
 from sbpflow.data.format.parts import (
     LENGTH_TYPES,
     PLACES_IN_SHARD,
+    SIDE_TYPES,
     PartType,
     Role,
     SideColumn,
-    part_types,
 )
 from sbpflow.data.format.rebuild import how_to_rebuild
 from sbpflow.data.format.schema import Field
@@ -184,15 +184,26 @@ class Manifest:
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
         """Return the parts that every shard has in addition to its words, by name."""
-        length_type = self.content.get("length_type", LENGTH_TYPES[0])
-        return part_types(
-            len(self.lists),
-            length_type,
-            self.weighted,
-            self.side,
-            num_keys=sum(field.hot for field in self.fixed if field.keyed),
-            keys_in_lists=any(field.keyed for field in self.lists),
-        )
+        types: dict[str, PartType] = {}
+        if num_keys := sum(field.hot for field in self.fixed if field.keyed):
+            types["keys"] = PartType("<i8", (num_keys,))
+        if lists := self.lists:
+            length_type = self.content.get("length_type", LENGTH_TYPES[0])
+            types["lengths"] = PartType(length_type, (len(lists),))
+            types["starts"] = PartType("<i8", extra=1)
+            keyed = any(field.keyed for field in lists)
+            types["values"] = PartType("<i8" if keyed else "<i4", counted=True)
+            if self.weighted:
+                types["value_weights"] = PartType("<f4", counted=True)
+        if num_labels := sum(column.role == "label" for column in self.side):
+            types["labels"] = PartType("<f4", (num_labels,))
+        for column in self.side:
+            if column.type == "string":
+                types[f"{column.role}_ends"] = PartType("<i8")
+                types[f"{column.role}_bytes"] = PartType("|u1", counted=True)
+            elif column.role != "label":
+                types[column.role] = PartType(SIDE_TYPES[column.type])
+        return types
 
     @property
     def keyed(self) -> bool:
@@ -310,7 +321,7 @@ class Manifest:
         """Return the shards of one split in row order."""
         if split not in SPLITS:
             raise DataError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-        return tuple(shard_from(entry) for entry in self.content["splits"][split])
+        return tuple(_shard(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
         """Return the field ``name``. Raises DataError, with advice, if the field does not exist."""
@@ -334,23 +345,9 @@ def _facts_of(field: Field) -> dict[str, Any]:
     return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
 
 
-def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """Return the shard described by ``entry``, which comes from a manifest or from the record of a
-    piece.
-    """
+def _shard(entry: Mapping[str, Any]) -> Shard:
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
-
-
-def shard_entry(shard: Shard) -> dict[str, Any]:
-    """Return a shard's manifest entry, without default values."""
-    entry: dict[str, Any] = {"file": shard.file, "rows": shard.rows, "crc32": shard.crc32}
-    if shard.parts:
-        entry["parts"] = {
-            name: {key: value for key, value in asdict(part).items() if value is not None}
-            for name, part in shard.parts.items()
-        }
-    return entry
 
 
 def fingerprint_of(content: Mapping[str, Any]) -> str:

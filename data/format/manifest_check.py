@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from sbpflow.data.format.parts import (
-    COUNTED_PARTS,
-    LENGTH_TYPES,
-    ROLES,
-    Role,
-    SideColumn,
-    part_types,
-)
+from sbpflow.data.format.parts import COUNTED_PARTS, LENGTH_TYPES, ROLES, Role
 from sbpflow.errors import DataError
 from sbpflow.runtime.files.json_file import is_number
 
@@ -28,8 +21,6 @@ KEY_TYPES = ("<u4", "<u8")
 
 _MAX_ROWS = 2**31 - 1
 _MAX_HOT = 2**16 - 1
-_PART_KEYS = {"file", "crc32"}
-_COUNTED_KEYS = {"file", "crc32", "count"}
 _VOCABULARY_KEYS = {"digest", "seed", "ancestors", "fields"}
 _ARRAYS = {"keys", "ids", "counts"}
 _MORE_ARRAYS = {"checks", "string_ends", "string_bytes"}
@@ -42,6 +33,8 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     """Raise DataError for the first invalid value; the message names its key, the value, and the
     rule.
     """
+    from sbpflow.data.format.manifest import Manifest  # which imports this module
+
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -56,7 +49,7 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     splits = content.get("splits")
     check.need(_has_keys(splits, set(SPLITS)), "splits", splits, "shards of train, val and test")
     files: list[str] = []
-    wanted = _part_names(content)
+    wanted = set(Manifest(file, content).part_types)
     for split in SPLITS:
         for i, shard in check.entries(cast("dict[str, Any]", splits), split, "splits."):
             files += check.shard(f"splits.{split}[{i}]", shard, wanted)
@@ -161,12 +154,16 @@ class _Check:
         parts = shard.get("parts", {})
         self.need(_has_keys(parts, wanted), f"{key}.parts", parts, _named(wanted))
         for name, part in cast("dict[str, Any]", parts).items():
-            keys = _COUNTED_KEYS if name in COUNTED_PARTS else _PART_KEYS
-            self.need(_has_keys(part, keys), f"{key}.parts.{name}", part, _named(keys))
-            if "count" in keys:
-                self.integer(f"{key}.parts.{name}.count", part["count"], 0, 2**62)
-            files.append(self.file(f"{key}.parts.{name}", part))
+            files.append(self.part(f"{key}.parts.{name}", part, name in COUNTED_PARTS))
         return files
+
+    def part(self, key: str, part: Mapping[str, Any], counted: bool, folder: str = "") -> str:
+        """Check the entry of a file next to a shard or in ``folder``; return the file's name."""
+        keys = {"file", "crc32", "count"} if counted else {"file", "crc32"}
+        self.need(_has_keys(part, keys), key, part, _named(keys))
+        if counted:
+            self.integer(f"{key}.count", part["count"], 0, 2**62)
+        return self.file(key, part, folder)
 
     def file(self, key: str, entry: Mapping[str, Any], folder: str = "") -> str:
         self.integer(f"{key}.crc32", entry["crc32"], 0, 2**32 - 1)
@@ -207,28 +204,12 @@ class _Check:
             self.integer(f"{key}.values", entry.get("values"), 0, _MAX_ROWS)
             self.need(entry.get("key") in KEY_TYPES, f"{key}.key", entry.get("key"), "<u4 or <u8")
             for array in sorted(arrays):
-                part = entry[array]
-                keys = _COUNTED_KEYS if array in COUNTED_ARRAYS else _PART_KEYS
-                self.need(_has_keys(part, keys), f"{key}.{array}", part, _named(keys))
-                if "count" in keys:
-                    self.integer(f"{key}.{array}.count", part["count"], 0, 2**62)
-                self.file(f"{key}.{array}", part, VOCABULARY_FOLDER + "/")
+                counted, folder = array in COUNTED_ARRAYS, VOCABULARY_FOLDER + "/"
+                self.part(f"{key}.{array}", entry[array], counted, folder)
 
     def digest(self, key: str, value: object) -> None:
         fits = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
         self.need(fits, key, value, "a sha256 in hex")
-
-
-def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """Return the names of the parts that every shard must have, given checked fields and
-    non-feature columns.
-    """
-    fields = content["fields"]
-    lists = [entry for entry in fields if entry.get("ragged", False)]
-    num_keys = sum(entry.get("keyed", False) and entry not in lists for entry in fields)
-    side = [SideColumn(e["name"], e["role"], e["type"]) for e in content.get("side", [])]
-    weighted = any(entry.get("weighted", False) for entry in lists)
-    return set(part_types(len(lists), LENGTH_TYPES[0], weighted, side, num_keys=num_keys))
 
 
 def _named(names: set[str]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from sbpflow.data.format.manifest import Manifest, UnchangedSet
 from sbpflow.data.format.npy import check_array, map_array, read_array, touch
 from sbpflow.errors import DataError
 
@@ -104,16 +105,14 @@ Rows = Array | FileRows
 
 
 def open_rows(
-    files: Sequence[tuple[Path, str, tuple[int, ...]]],
-    limit: int,
-    check_set: Callable[[], None],
-    get: Get | None = None,
+    manifest: Manifest, files: Sequence[tuple[Path, str, tuple[int, ...]]], limit: int
 ) -> list[Rows]:
-    """Map the first ``limit`` files (path, dtype, shape); other files are read on request. With
-    ``get``, no file is mapped; every read first calls ``get`` to fetch the file into the cache.
+    """Map the first ``limit`` of some files (path, dtype, shape) of a set; other files are read on
+    request. No file of a set at a URL is mapped; every read first fetches the file into the cache.
     """
-    if get is not None:
-        return [FileRows(*file, check_set, get) for file in files]
+    check_set = UnchangedSet(manifest).check
+    if manifest.cache is not None:
+        return [FileRows(*file, check_set, manifest.cache.get) for file in files]
     mapped: list[Rows] = [map_array(*file) for file in files[:limit]]
     return [*mapped, *(FileRows(*file, check_set) for file in files[limit:])]
 
@@ -208,12 +207,10 @@ class MappedRows:
 
     def read(self, start: int, stop: int, out: Array) -> None:
         """Copy rows [start, stop) into ``out`` [stop - start, ...]."""
-        done = 0
         index = bisect.bisect_right(self._starts, start) - 1
-        for first, end in self.pieces(start, stop):
-            begin = self._starts[index]
-            out[done : done + end - first] = self._maps[index][first - begin : end - begin]
-            done, index = done + end - first, index + 1
+        for number, (first, end) in enumerate(self.pieces(start, stop), index):
+            begin = self._starts[number]
+            out[first - start : end - start] = self._maps[number][first - begin : end - begin]
 
     def rows(self, start: int, stop: int) -> Array:
         """Return rows [start, stop) as a new array."""

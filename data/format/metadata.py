@@ -47,10 +47,8 @@ def copy_metadata(manifest: Manifest, target: AnyPath) -> None:
             return
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        shutil.copyfile(manifest.path / MANIFEST, partial / MANIFEST)
-        for name in vocabulary_files(manifest):
-            (partial / name).parent.mkdir(exist_ok=True)
+        for name in (MANIFEST, *vocabulary_files(manifest)):
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(manifest.path / name, partial / name)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)

@@ -30,6 +30,11 @@ def header(dtype: str, shape: tuple[int, ...]) -> bytes:
     return head + text.ljust(HEADER_BYTES - 11).encode("ascii") + b"\n"
 
 
+def file_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the size of a .npy file in bytes."""
+    return HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
+
+
 def type_name(dtype: DTypeLike) -> str:
     """Return the name that headers use for a dtype, such as ``<i4`` or ``|u1``."""
     return np.dtype(dtype).newbyteorder("<").str
@@ -63,7 +68,7 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
             num_bytes = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error}); {_AGAIN}") from error
-    wanted = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
+    wanted = file_bytes(dtype, shape)
     if head != header(dtype, shape) or num_bytes != wanted:
         size = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
         raise DataError(
@@ -88,7 +93,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
     import torch  # imported here, because prepare and verify run without torch
 
     check_array(path, dtype, shape)
-    size = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
+    size = file_bytes(dtype, shape)
     try:
         raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     except (OSError, RuntimeError) as error:

@@ -5,7 +5,7 @@ separate file, which exists only if the set has such columns. In parts with one 
 entry i belongs to row i of the words.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,44 +64,8 @@ class PartType:
         return (first, *self.tail)
 
 
-def part_types(
-    num_lists: int,
-    length_type: str,
-    weighted: bool,
-    side: Sequence[SideColumn],
-    *,
-    num_keys: int = 0,
-    keys_in_lists: bool = False,
-) -> dict[str, PartType]:
-    """Return every part of a set's shards, by name.
-
-    ``num_keys`` is the number of keys per row outside lists. ``keys_in_lists`` means that some
-    lists contain keys.
-    """
-    types: dict[str, PartType] = {}
-    if num_keys:
-        types["keys"] = PartType("<i8", (num_keys,))
-    if num_lists:
-        types["lengths"] = PartType(length_type, (num_lists,))
-        types["starts"] = PartType("<i8", extra=1)
-        types["values"] = PartType("<i8" if keys_in_lists else "<i4", counted=True)
-        if weighted:
-            types["value_weights"] = PartType("<f4", counted=True)
-    labels = [column for column in side if column.role == "label"]
-    if labels:
-        types["labels"] = PartType("<f4", (len(labels),))
-    for column in side:
-        if column.role == "label":
-            continue
-        if column.type == "string":
-            types[f"{column.role}_ends"] = PartType("<i8")
-            types[f"{column.role}_bytes"] = PartType("|u1", counted=True)
-        else:
-            types[column.role] = PartType(_NUMPY[column.type])
-    return types
-
-
-_NUMPY: Mapping[SideType, str] = {"float32": "<f4", "int64": "<i8", "uint64": "<u8"}
+SIDE_TYPES: Mapping[SideType, str] = {"float32": "<f4", "int64": "<i8", "uint64": "<u8"}
+"""The dtypes of non-feature columns whose values are not strings"""
 
 
 def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:

@@ -3,14 +3,11 @@ host.
 """
 
 import contextlib
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest, checked_content
-from sbpflow.data.format.npy import HEADER_BYTES
+from sbpflow.data.format.npy import file_bytes
 from sbpflow.data.format.shard_cache import FOLDER_DIGITS, CacheLimit, RemoteFile, ShardCache
 from sbpflow.data.format.shards import shard_files
 from sbpflow.data.format.vocabulary import array_files
@@ -68,14 +65,14 @@ def _write_once(path: Path, raw: bytes) -> None:
 
 def _files_of(manifest: Manifest) -> dict[str, RemoteFile]:
     files = {
-        name: RemoteFile(crc32, _num_bytes(dtype, shape))
+        name: RemoteFile(crc32, file_bytes(dtype, shape))
         for split in SPLITS
         for shard in manifest.shards(split)
         for name, crc32, dtype, shape in shard_files(manifest, shard)
     }
     for entry in manifest.vocabularies.values():
         for _, part, dtype, shape in array_files(entry):
-            files[part["file"]] = RemoteFile(part["crc32"], _num_bytes(dtype, shape))
+            files[part["file"]] = RemoteFile(part["crc32"], file_bytes(dtype, shape))
     return files
 
 
@@ -88,7 +85,3 @@ def _order_of(manifest: Manifest) -> dict[str, list[list[str]]]:
         ]
         for split in SPLITS
     }
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize

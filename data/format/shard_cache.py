@@ -12,18 +12,17 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.errors import ConfigError, DataError, StoreError
 from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.remote_path import RemotePath
 
-Result = TypeVar("Result")
 _PARTIAL, _RESERVED, _PIN = ".partial", ".reserved", ".pin"
 FOLDER_DIGITS = 32  # digits of a fingerprint in the name of a set's folder
 _SET = "[0-9a-f]" * FOLDER_DIGITS  # all other folders belong to the user
@@ -90,11 +89,11 @@ class ShardCache:
         self._get(name)
         self._fetch_ahead(self._next.get(name, ()))
 
-    def get_all(self, names: Iterable[str]) -> None:
+    def get_all(self, names: Sequence[str]) -> None:
         """Download files in parallel. Files that other processes are downloading come last."""
         with ThreadPoolExecutor(_DOWNLOADS) as pool:
-            waiting = [name for name, done in _each(pool, self._get_free, names) if not done]
-            for _ in _each(pool, self._get, waiting):
+            done = zip(names, pool.map(self._get_free, names), strict=True)
+            for _ in pool.map(self._get, [name for name, is_here in done if not is_here]):
                 pass
 
     def get_split(self, split: str) -> None:
@@ -146,11 +145,8 @@ class ShardCache:
 
     def _get(self, name: str, *, wait: bool = True) -> None:
         path = self.folder / name
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.utime(path)
-        except FileNotFoundError:
-            pass
-        else:
             return
         with hold(self._lock_of(path), wait=wait):
             if not path.exists():
@@ -252,13 +248,6 @@ class ShardCache:
     def _lock_of(self, path: Path) -> Path:
         name = str(path.relative_to(self._limit.folder)).encode()
         return self._locks / str(zlib.crc32(name) % _NUM_LOCKS)
-
-
-def _each(
-    pool: ThreadPoolExecutor, function: Callable[[str], Result], names: Iterable[str]
-) -> Iterator[tuple[str, Result]]:
-    names = list(names)
-    return zip(names, pool.map(function, names), strict=True)
 
 
 def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:

@@ -7,30 +7,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.lists import SplitLists, SplitPart
-from sbpflow.data.format.manifest import Manifest, Shard, ShardPart, UnchangedSet, check_unchanged
+from sbpflow.data.format.manifest import SPLITS, Manifest, Shard, check_unchanged
 from sbpflow.data.format.mapped_rows import MappedRows, max_maps, open_rows
 from sbpflow.data.format.npy import check_array, write_array
-from sbpflow.data.format.parts import COUNTED_PARTS, Parts
+from sbpflow.data.format.parts import COUNTED_PARTS, Parts, chosen_parts
 
 Words = NDArray[np.int32]
 
 _WORD = "<i4"
 
 
-def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
-    """Write ``words`` (int32 [rows, words]) as ``folder/name``, and the parts next to this file.
+def write_splits(
+    folder: Path, index: int, words: Words, parts: Parts, splits: "NDArray[Any]"
+) -> dict[str, Any]:
+    """Write shard ``index`` of each split that has rows, given each row's split ([rows]: 0 train,
+    1 val, 2 test); return the manifest entries of the shards, by split.
+    """
+    shards: dict[str, Any] = {}
+    for number, name in enumerate(SPLITS):
+        chosen = splits == number
+        if chosen.any():
+            own = (words, parts) if chosen.all() else (words[chosen], chosen_parts(parts, chosen))
+            shards[name] = write_shard(folder, f"{name}-{index:06d}.npy", *own)
+    return shards
+
+
+def write_shard(
+    folder: Path, name: str, words: Words, parts: Parts | None = None
+) -> dict[str, Any]:
+    """Write ``words`` (int32 [rows, words]) as ``folder/name``, and the parts next to this file;
+    return the manifest entry of the shard.
 
     Readers never see an incomplete file. ``parts`` maps part names (``data.format.parts``) to
     arrays.
     """
-    written: dict[str, ShardPart] = {}
+    written: dict[str, Any] = {}
     for part, array in (parts or {}).items():
         file = f"{name.removesuffix('.npy')}.{part}.npy"
-        counted = part in COUNTED_PARTS
-        crc32 = write_array(folder / file, array)
-        written[part] = ShardPart(file, crc32, len(array) if counted else None)
+        written[part] = {"file": file, "crc32": write_array(folder / file, array)}
+        if part in COUNTED_PARTS:
+            written[part]["count"] = len(array)
     words = np.ascontiguousarray(words, dtype=_WORD)
-    return Shard(name, len(words), write_array(folder / name, words), written)
+    entry = {"file": name, "rows": len(words), "crc32": write_array(folder / name, words)}
+    return {**entry, "parts": written} if written else entry
 
 
 def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, tuple[int, ...]]]:
@@ -53,12 +72,8 @@ class SplitRows(MappedRows):
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
         try:
-            maps = open_rows(
-                _word_files(manifest, split),
-                max_maps() if limit is None else limit,
-                UnchangedSet(manifest).check,
-                None if manifest.cache is None else manifest.cache.get,
-            )
+            limit = max_maps() if limit is None else limit
+            maps = open_rows(manifest, _word_files(manifest, split), limit)
         finally:  # checked even after an error, because replacing the set may have caused it
             check_unchanged(manifest)
         self.num_words = manifest.num_words

@@ -29,14 +29,11 @@ def verify_set(manifest: Manifest, workers: int) -> None:
 
 
 def verify_shard(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError if a file of a shard does not match its checksum, or if a row is invalid."""
+    """Raise DataError if a file of a shard does not match its checksum, or for the first row with
+    an invalid label, dense value, or id.
+    """
     for file, crc32, dtype, shape in shard_files(manifest, shard):
         check_file(manifest.file(file), dtype, shape, crc32)
-    check_rows(manifest, shard)
-
-
-def check_rows(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError for the first row of a shard with an invalid label, dense value, or id."""
     path = manifest.file(shard.file)
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]

@@ -148,26 +148,12 @@ def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int
 
 
 def verify_vocabulary(manifest: Manifest, name: str) -> None:
-    """Raise DataError if an array of a vocabulary does not match its checksum, or if keys or ids
-    are invalid.
+    """Raise DataError if an array of a vocabulary does not match its checksum, or unless the keys
+    ascend and the ids are unique rows of the table.
     """
     entry = manifest.vocabularies[name]
     for _, part, dtype, shape in array_files(entry):
         check_file(manifest.file(part["file"]), dtype, shape, part["crc32"])
-    check_vocabulary(manifest, name, entry)
-
-
-def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """Yield a vocabulary's named arrays in blocks of consecutive values."""
-    files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
-    total = entry["values"]
-    for start in range(0, total, _BLOCK):
-        stop = min(start + _BLOCK, total)
-        yield [read_array(*files[array], (total,), start, stop) for array in arrays]
-
-
-def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) -> None:
-    """Raise DataError unless the keys ascend and the ids are unique rows of the table."""
     num_rows = manifest.field(name).rows
     is_assigned = np.zeros(num_rows, dtype=np.bool_)
     last = -1
@@ -189,6 +175,15 @@ def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) ->
             f"{manifest.path}: the vocabulary of {name} assigns one id to two values; prepare the "
             "set again"
         )
+
+
+def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
+    """Yield a vocabulary's named arrays in blocks of consecutive values."""
+    files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
+    total = entry["values"]
+    for start in range(0, total, _BLOCK):
+        stop = min(start + _BLOCK, total)
+        yield [read_array(*files[array], (total,), start, stop) for array in arrays]
 
 
 def vocabulary_content(

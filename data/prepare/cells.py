@@ -6,6 +6,7 @@ a cell does not fit its column, or is missing although its column must have a va
 never guessed.
 """
 
+import operator
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -47,6 +48,7 @@ LABELS = {
 bad.
 """
 _SHOWN_LABELS = 5
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _NAN = f"{NAN_PATTERN[:4]}^{NAN_PATTERN[4:]}$"
 _INFINITE = f"{INFINITE_PATTERN[:4]}^{INFINITE_PATTERN[4:]}$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
@@ -195,17 +197,9 @@ def _by_rule(cells: pl.Series, rule: LabelRule) -> pl.Series:
     if rule.numbers is None:
         return cells.cast(pl.String).is_in(rule.values)
     values, limit = _numbers(cells)[0], rule.numbers[0]
-    match rule.compare:
-        case "in":
-            return values.is_in(rule.numbers)
-        case ">":
-            return values > limit
-        case ">=":
-            return values >= limit
-        case "<":
-            return values < limit
-        case "<=":
-            return values <= limit
+    if rule.compare == "in":
+        return values.is_in(rule.numbers)
+    return _COMPARE[rule.compare](values, limit)
 
 
 def _label_rule(schema: Schema) -> str:

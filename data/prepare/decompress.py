@@ -96,22 +96,18 @@ DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
 FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
-def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
-    """Return a stream of the decompressed bytes of ``compressed``.
-
-    Raises EOFError for an empty file, even if its format allows empty files.
-    """
-    if not compressed.read(1):
-        raise EOFError("empty file")
-    compressed.seek(0)
-    return DECOMPRESS[suffix](compressed)
-
-
 @contextmanager
-def decompress_errors(path: object, suffix: str) -> Iterator[None]:
-    """Convert the errors of a truncated or damaged file to DataError."""
+def decompressed(path: object, compressed: IO[bytes], suffix: str) -> Iterator[IO[bytes]]:
+    """Open a stream of the decompressed bytes of ``compressed``, the content of ``path``.
+
+    Raises DataError if the file is truncated, damaged, or empty, even if its format allows empty
+    files.
+    """
     try:
-        yield
+        if not compressed.read(1):
+            raise EOFError("empty file")
+        compressed.seek(0)
+        yield DECOMPRESS[suffix](compressed)
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # bz2 errors have no errno
             raise

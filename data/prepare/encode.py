@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from sbpflow.data.engine import Cached, Engine
 from sbpflow.data.format.ids import Keys
-from sbpflow.data.format.manifest import SPLITS, shard_entry
-from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
+from sbpflow.data.format.parts import LENGTH_TYPES, Parts, starts_of
 from sbpflow.data.format.schema import CHECK, GROUP, ROW_KEY, SPLIT_COLUMN, TIME, DenseColumn
-from sbpflow.data.format.shards import Words, write_shard
+from sbpflow.data.format.shards import Words, write_splits
 from sbpflow.data.format.vocabulary import Vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.options import PrepareOptions
@@ -118,7 +117,7 @@ def encode_all(
     staged: Sequence[StagedPiece],
     encoding: Encoding,
     engine: Engine,
-    advance: Callable[[int], None],
+    advance: Callable[[int], object],
 ) -> list[Record]:
     """Write the shards of all pieces to ``work/set``; return the records of the pieces.
 
@@ -147,9 +146,9 @@ def _encode(job: _Job, *, encoding: Encoding) -> Record:
     record = read_record(path, ENCODED_KEYS)
     if record is None:
         piece = _PieceEncoder(job.path, cached_tables(encoding), encoding.fitted, options)
-        split = piece.splits(job.start, encoding.num_rows)
+        split, folder = piece.splits(job.start, encoding.num_rows), encoding.work / "set"
         record = {
-            "shards": _write_splits(encoding.work / "set", job.index, piece, split),
+            "shards": write_splits(folder, job.index, piece.words, piece.parts, split),
             "clamped": piece.clamped,
             "rare": piece.rare,
             "ranges": piece.ranges,
@@ -158,23 +157,6 @@ def _encode(job: _Job, *, encoding: Encoding) -> Record:
     for file in staged_files(job.path, options):
         file.unlink(missing_ok=True)
     return record
-
-
-def _write_splits(
-    folder: Path, index: int, piece: "_PieceEncoder", split: NDArray[np.uint8]
-) -> Record:
-    """Write a piece's rows of each split as a shard; return the manifest entries of the shards, by
-    split.
-    """
-    shards: Record = {}
-    for number, name in enumerate(SPLITS):
-        chosen = split == number
-        if chosen.any():
-            words, parts = piece.words, piece.parts
-            if not chosen.all():
-                words, parts = words[chosen], chosen_parts(parts, chosen)
-            shards[name] = shard_entry(write_shard(folder, f"{name}-{index:06d}.npy", words, parts))
-    return shards
 
 
 class _PieceEncoder:

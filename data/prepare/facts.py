@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
 import polars as pl
 
@@ -27,21 +28,15 @@ _DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d"
 _TIMES = ("", " %H:%M", " %H:%M:%S")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ColumnFacts:
     """The facts about one column of a sample."""
 
-    name: str
     kind: ColumnKind
     values: pl.Series
     """Values that are not missing: numbers, text, lists, or microseconds since 1970 for dates"""
-    missing: float
-    """Fraction of missing cells"""
-    distinct: int
     mark: str = ""
     """Separator of the values in a text cell of a list column"""
-    longest: int = 0
-    """Number of values in the longest list"""
     decimal: str = "."
     """Decimal separator of numbers in text"""
     forms: tuple[str, ...] = ()
@@ -50,6 +45,20 @@ class ColumnFacts:
     """
     odd: str = ""
     """A cell that is not a plain number, if at least half of a text column looks like numbers"""
+    name: str = ""
+    missing: float = 0.0
+    """Fraction of missing cells"""
+
+    @cached_property
+    def distinct(self) -> int:
+        """Return the number of distinct values or, for lists, of distinct values in them."""
+        values = self.values.explode() if self.kind == "list" else self.values
+        return values.n_unique() if len(self.values) else 0
+
+    @property
+    def longest(self) -> int:
+        """Return the number of values in the longest list, or 0 for a column without lists."""
+        return int(self.values.list.len().max() or 0) if self.kind == "list" else 0
 
     @property
     def words(self) -> set[str]:
@@ -95,53 +104,38 @@ def column_facts(frame: pl.DataFrame) -> list[ColumnFacts]:
 def _facts(cells: pl.Series) -> ColumnFacts:
     values = cells.alias("").drop_nulls()  # Polars would read a name such as ^a$ as a pattern
     missing = 1 - len(values) / max(len(cells), 1)
-    kind = _kind(values)
-    values, is_list = kind.values, kind.kind == "list"
-    longest = int(values.list.len().max() or 0) if is_list else 0
-    distinct = (values.explode() if is_list else values).n_unique() if len(values) else 0
-    return ColumnFacts(
-        name=cells.name, missing=missing, distinct=distinct, longest=longest, **kind._asdict()
-    )
+    return replace(_facts_of(values), name=cells.name, missing=missing)
 
 
-class _Kind(NamedTuple):
-    """The type and values of a column; ``ColumnFacts`` documents the other fields."""
-
-    kind: ColumnKind
-    values: pl.Series
-    mark: str = ""
-    decimal: str = "."
-    forms: tuple[str, ...] = ()
-    odd: str = ""
-
-
-def _kind(values: pl.Series) -> _Kind:
+def _facts_of(values: pl.Series) -> ColumnFacts:
+    """Return the facts about values that are not missing."""
     kind = values.dtype
     if len(values) == 0 or kind == pl.Null:
-        return _Kind("empty", values)
+        return ColumnFacts("empty", values)
     if kind == pl.String:
-        return _text_kind(values)
+        return _text_facts(values)
     if kind == pl.Boolean:
-        return _Kind("boolean", values.cast(pl.String))
+        return ColumnFacts("boolean", values.cast(pl.String))
     if kind.is_integer() and kind in COLUMN_TYPES:
         if kind == pl.Int128 and not values.is_between(-(2**63), 2**64 - 1).all():
-            return _Kind("real", values.cast(pl.Float64))  # no kind of category can hold these
+            # no kind of category can hold these
+            return ColumnFacts("real", values.cast(pl.Float64))
         if _is_large(values):
-            return _Kind("text", values.cast(pl.String))
-        return _Kind("integer", values)
+            return ColumnFacts("text", values.cast(pl.String))
+        return ColumnFacts("integer", values)
     if kind.is_float() and kind in COLUMN_TYPES:
         whole = values.cast(pl.Int64, strict=False)
         if whole.null_count() == 0 and bool((whole == values).all()):
-            return _Kind("integer", whole)
-        return _Kind("real", values)
+            return ColumnFacts("integer", whole)
+        return ColumnFacts("real", values)
     if kind == pl.Date or isinstance(kind, pl.Datetime):
-        return _Kind("date", values.cast(pl.Datetime("us")).cast(pl.Int64))
+        return ColumnFacts("date", values.cast(pl.Datetime("us")).cast(pl.Int64))
     if isinstance(kind, pl.List | pl.Array) and _can_be_listed(kind.inner):
         values = values.arr.to_list() if isinstance(kind, pl.Array) else values
         if _is_large(values.explode()):
             values = values.cast(pl.List(pl.String))
-        return _Kind("list" if values.list.len().max() else "empty", values)
-    return _Kind("other", values)
+        return ColumnFacts("list" if values.list.len().max() else "empty", values)
+    return ColumnFacts("other", values)
 
 
 def _can_be_listed(kind: pl.DataType) -> bool:
@@ -153,35 +147,35 @@ def _is_large(values: pl.Series) -> bool:
     return values.dtype in (pl.UInt64, pl.Int128) and int(values.max() or 0) >= 2**63
 
 
-def _text_kind(texts: pl.Series) -> _Kind:
+def _text_facts(texts: pl.Series) -> ColumnFacts:
     def all_match(pattern: str) -> bool:
         return bool(texts.str.contains(pattern).all())
 
     if all_match(_INTEGER):
-        return _Kind("integer", texts.cast(pl.Int64))
+        return ColumnFacts("integer", texts.cast(pl.Int64))
     is_code = bool(texts.str.contains("^0[0-9]+$").any())  # 00501 and 501 may be different values
     if not is_code and all_match(f"^{REAL_PATTERN}$|(?i)^nan$"):
         numbers = texts.str.strip_chars(" +").cast(pl.Float64, strict=False)
-        return _Kind("real", numbers.fill_nan(None).drop_nulls())
+        return ColumnFacts("real", numbers.fill_nan(None).drop_nulls())
     if not is_code and all_match(_COMMA) and not all_match(_THOUSANDS):  # 1,234 may mean 1234
         numbers = texts.str.replace(",", ".", literal=True).cast(pl.Float64)
-        return _Kind("real", numbers, decimal=",")
+        return ColumnFacts("real", numbers, decimal=",")
     if texts.is_in(tuple(LABELS)).all():
-        return _Kind("boolean", texts)
+        return ColumnFacts("boolean", texts)
     moments = times(texts, "date")
     if moments.null_count() == 0:
-        return _Kind("date", moments)
+        return ColumnFacts("date", moments)
     forms = tuple(form + time for form in _DATES for time in _TIMES if _fits(texts, form + time))
     if forms:
-        return _Kind("date", times(texts, forms[0]), forms=forms)
+        return ColumnFacts("date", times(texts, forms[0]), forms=forms)
     for mark in _LIST_MARKS:
         lists = texts.str.split(mark)
         shares = float(texts.str.contains(mark, literal=True).mean() or 0)
         if shares >= _MIN_LISTS and lists.explode().n_unique() < texts.n_unique():
-            return _Kind("list", lists, mark)
+            return ColumnFacts("list", lists, mark)
     odd = texts.filter(~texts.str.contains(f"^{REAL_PATTERN}$"))
     is_number = 2 * int(texts.str.contains(_LIKE_NUMBER).sum()) >= len(texts)
-    return _Kind("text", texts, odd=odd[0] if is_number and len(odd) else "")
+    return ColumnFacts("text", texts, odd=odd[0] if is_number and len(odd) else "")
 
 
 def _fits(texts: pl.Series, form: str) -> bool:
@@ -199,7 +193,7 @@ def missing_texts(frame: pl.DataFrame) -> list[str]:
         texts = cells.alias("").drop_nulls()
         is_missing = texts.is_in(_MISSING)
         others = texts.filter(~is_missing)
-        if len(others) < len(texts) and _kind(others).kind in ("integer", "real", "date"):
+        if len(others) < len(texts) and _facts_of(others).kind in ("integer", "real", "date"):
             found |= dict.fromkeys(texts.filter(is_missing).unique(maintain_order=True))
     return list(found)
 

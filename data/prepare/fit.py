@@ -157,11 +157,8 @@ class Fit:
             self._sums[weight] = ExactSum()
         self._quantiles = {c.name: Quantiles(c.buckets) for c in columns if c.buckets}
         self._is_second = False
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the columns whose values must be added."""
-        return list(dict.fromkeys([*self._by_name, *self._sums]))
+        self.names = list(dict.fromkeys([*self._by_name, *self._sums]))
+        """The names of the columns whose values must be added"""
 
     def empty(self) -> "Fit":
         """Return a copy without values, for the same pass."""

@@ -110,10 +110,7 @@ def _flat(cells: pl.Series, separator: str) -> pl.DataFrame:
         frame = frame.with_columns(is_single=is_single).explode("value")
     else:
         frame = frame.with_columns(is_single=pl.lit(True))
-    if frame["value"].dtype == pl.String:
-        frame = frame.with_columns(pl.col("value").replace("", None))
-    elif frame["value"].dtype.is_float():
-        frame = frame.with_columns(pl.col("value").fill_nan(None))
+    frame = frame.with_columns(_with_nulls(frame["value"]))
     return frame.filter(~(pl.col("is_single") & pl.col("value").is_null())).drop("is_single")
 
 
@@ -128,8 +125,11 @@ def _split_text(cells: pl.DataFrame, mark: str) -> pl.DataFrame:
         pattern = f"(?s)^(.*){re.escape(mark)}(.*?)$"
         weight = texts.str.extract(pattern, 2)
         value = pl.select(pl.coalesce(texts.str.extract(pattern, 1), texts)).to_series()
-    if value.dtype == pl.String:
-        value = value.replace("", None)
-    elif value.dtype.is_float():
-        value = value.fill_nan(None)
-    return pl.DataFrame({"row": cells["row"], "value": value, "weight": weight})
+    return pl.DataFrame({"row": cells["row"], "value": _with_nulls(value), "weight": weight})
+
+
+def _with_nulls(values: pl.Series) -> pl.Series:
+    """Return the values with null in place of empty strings and NaN."""
+    if values.dtype == pl.String:
+        return values.replace("", None)
+    return values.fill_nan(None) if values.dtype.is_float() else values

@@ -57,7 +57,7 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
     present = [np.empty(columns.shape, dtype=np.bool_) for columns in (integers, keys)]
     raw, mark = np.frombuffer(text, dtype=np.uint8), ord(schema.separator)
     out = (labels, integers, present[0], keys, present[1])
-    if not loops.parse_lines(raw, mark, loops.NIBBLES, kinds, *out):
+    if not loops.parse_lines(raw, mark, kinds, *out):
         return None
     values = dict(zip((*dense, *sparse), (*integers, *keys), strict=True))
     masks = dict(zip((*dense, *sparse), (*present[0], *present[1]), strict=True))
@@ -71,8 +71,6 @@ def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None
 
 def _parse_clean(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
     """Parse a clean piece. Return None if the piece may contain a bad line."""
-    if not text:
-        return _typed(pl.DataFrame(schema=_text_types(schema)), schema)
     if not _shape_fits(text, num_lines, schema):
         return None
     try:

@@ -35,6 +35,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     With ``may_lack_labels``, labels are optional: a text file without column names is unlabeled if
     its first line lacks only the label cells.
     """
+    labels = (schema.label, *schema.labels) if may_lack_labels else ()
     if source.is_table:
         columns = table_columns(source.path)
     elif schema.header:
@@ -49,13 +50,11 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
         columns = _split_first(source.path, line, schema)
     else:
         columns = schema.columns
-        if may_lack_labels:
-            labels = {schema.label, *schema.labels}
+        if labels:
             other_columns = tuple(name for name in columns if name not in labels)
             record = _first_record(source.path, schema.quote)
             if len(_split_first(source.path, record, schema)) == len(other_columns):
                 columns = other_columns
-    labels = (schema.label, *schema.labels) if may_lack_labels else ()
     wanted = [name for name in schema.used if name not in labels]
     if absent := [name for name in wanted if name not in columns]:
         shown = ", ".join(map(repr, absent[:_SHOWN_COLUMNS]))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -126,7 +126,7 @@ def _build(
         total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05, disable=None
     ) as bar:
         staged = stage_inputs(
-            inputs, options, work, engine, lambda size: _advance(bar, _SHARE["parse"] * size)
+            inputs, options, work, engine, lambda size: bar.update(int(_SHARE["parse"] * size))
         )
         _check_unwritten(sources, states)
         bar.set_description("count")
@@ -138,7 +138,7 @@ def _build(
         rows = sum(piece.num_rows for piece in staged)
         per_row = _SHARE["encode"] * num_bytes / max(rows, 1)
         encoding = Encoding(work.absolute(), plan, rows, vocabularies, fitted, options)
-        records = encode_all(staged, encoding, engine, lambda rows: _advance(bar, per_row * rows))
+        records = encode_all(staged, encoding, engine, lambda rows: bar.update(int(per_row * rows)))
         bar.update(num_bytes - bar.n)
     if bad := bad_lines(staged):
         _LOG.warning("\n  ".join(["bad lines were skipped:", *bad]))
@@ -187,10 +187,6 @@ def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
             f"--schema: all weights in column {weight!r} of the train split are 0 and cannot be "
             "scaled to mean 1; remove `weight` from the schema"
         )
-
-
-def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
-    bar.update(int(num_bytes))
 
 
 def _check_output(options: PrepareOptions, inputs: Sequence[Input]) -> None:
@@ -264,11 +260,7 @@ def _finish(
         write_manifest(folder, {**content, "stats": stats})
 
 
-def _manifest(key: tuple[Path, str]) -> Manifest:
-    return load_manifest(key[0])
-
-
-_cached_manifest = Cached(_manifest)
+_cached_manifest = Cached[tuple[Path, str], Manifest](lambda key: load_manifest(key[0]))
 
 
 def _verify(job: tuple[str, Any], *, key: tuple[Path, str]) -> None:

@@ -27,8 +27,3 @@ def written(path: AnyPath, *, again: bool = False) -> tuple[int, object]:
         return path.num_bytes, path.state
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
-
-
-def size_of(path: AnyPath) -> int:
-    """Return the size of the file in bytes."""
-    return path.num_bytes if isinstance(path, RemotePath) else path.stat().st_size

@@ -1,7 +1,7 @@
 """Report the numbers of changed and dropped input values."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
@@ -32,11 +32,7 @@ def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
         if counts:
             by_name = ", ".join(f"{name} {number:,}" for name, number in counts.items())
             _LOG.info("%s: %s", text, by_name)
-    _report_growth(content["fields"])
-
-
-def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
-    for entry in fields:
+    for entry in content["fields"]:
         if grown := entry.get("grown"):
             _LOG.info(
                 "%s: %d new values, %d with spare ids, %d with ids after the old rows; the "

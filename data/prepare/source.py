@@ -16,10 +16,9 @@ from typing import IO, NamedTuple
 from sbpflow.data.prepare.decompress import (
     DECOMPRESS,
     FORMAT_NAMES,
-    decompress_errors,
     decompressed,
 )
-from sbpflow.data.prepare.remote import identity, size_of
+from sbpflow.data.prepare.remote import identity
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import is_utf8
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
@@ -104,7 +103,7 @@ def find_inputs(paths: Sequence[AnyPath], log: bool = True) -> tuple[Input, ...]
             files += inside
         else:
             files.append(path)
-    inputs = tuple(Input(i, path, size_of(path)) for i, path in enumerate(files))
+    inputs = tuple(Input(i, path, path.stat().st_size) for i, path in enumerate(files))
     known: dict[tuple[object, ...], Input] = {}
     for source in inputs:
         other = known.setdefault(identity(source.path), source)
@@ -258,5 +257,5 @@ def _text_of(path: AnyPath, raw: IO[bytes]) -> Iterator[Text]:
     if suffix not in DECOMPRESS:
         yield Text(raw, raw)
         return
-    with decompress_errors(path, suffix), decompressed(raw, suffix) as file:
+    with decompressed(path, raw, suffix) as file:
         yield Text(file, raw)

@@ -32,7 +32,7 @@ from sbpflow.runtime.files.atomic_file import replacing
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.serving.cells import pair_keys
 
-Advance = Callable[[int], None]
+Advance = Callable[[int], object]
 ENCODED_KEYS = ("shards", "clamped", "rare", "ranges")
 _PIECE_KEYS = (
     *("num_rows", "num_train", "num_lines", "num_names", "num_extra", "num_positives"),
@@ -72,11 +72,7 @@ def stage_inputs(
             advance(num_bytes)
         if num_lines >= _EARLY_LINES and num_bad > _EARLY_BAD * num_lines:
             check_bad(staged, options, early=_EARLY_BAD)
-    has_labels = {
-        order: [name for name in (schema.label, *schema.labels) if name in names]
-        for order, names in columns.items()
-    }
-    _check_labels(inputs, has_labels, schema)
+    _check_labels(inputs, columns, schema)
     check_bad(staged, options)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
     if not options.is_encode:
@@ -132,16 +128,12 @@ def _in_order(job: _Job, options: PrepareOptions) -> Iterator[_Job]:
         yield _Job(job.source, job.columns, index, num_bytes, text)
 
 
-def _target(work: Path, job: _Job) -> Path:
-    return work / "stage" / f"{job.source.order:05d}-{job.index:06d}.arrow"
-
-
 def _check_labels(
-    inputs: Sequence[Input], has_labels: Mapping[int, Sequence[str]], schema: Schema
+    inputs: Sequence[Input], columns: Mapping[int, Sequence[str]], schema: Schema
 ) -> None:
     """Raise DataError if some of the files have a label column and others do not."""
     for name in (schema.label, *schema.labels):
-        has = [name in has_labels[source.order] for source in inputs]
+        has = [name in columns[source.order] for source in inputs]
         if any(has) and not all(has):
             raise DataError(
                 f"{inputs[has.index(False)].path} has no column {name!r}, but "
@@ -159,7 +151,7 @@ def _stage(job: _Job, *, options: PrepareOptions, work: Path) -> list[tuple[Stag
 
 
 def _stage_piece(job: _Job, options: PrepareOptions, work: Path) -> StagedPiece:
-    target = _target(work, job)
+    target = work / "stage" / f"{job.source.order:05d}-{job.index:06d}.arrow"
     path = target.with_suffix(".json")
     record = read_record(path, _STAGED_KEYS)
     if record is None or not _is_whole(target, record, options):

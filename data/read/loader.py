@@ -48,36 +48,76 @@ class _Step:
 
 
 class RowLoader:
-    """Loads the rows of one split. ``open_loader`` documents the arguments."""
+    """Loads the rows of one split for one rank.
+
+    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last
+    batch is delivered, in which some ranks may have no rows. With ``tail="drop"``, a short last
+    batch is dropped, and its number of rows is logged. Batches are on ``device``; with
+    ``ids_on_host``, which growing tables need, ``Batch.ids`` and ``Batch.columns`` are in host
+    memory. ``crosses`` are computed from the set's columns, and come after these columns in
+    ``Batch.ids``. The order of rows is the same for both backends; ``auto`` selects DALI if it is
+    installed. At most ``max_maps`` files of each kind are mapped into memory; other files are read
+    on request. Raises ConfigError for an invalid argument, and DataError for a damaged set.
+    """
 
     def __init__(
         self,
         manifest: Manifest,
-        rows: BlockReader,
         *,
-        split: str,
+        split: str = "train",
         batch_size: int,
-        rank: int,
-        world_size: int,
-        backend: Backend,
-        shuffle: Shuffle,
-        seed: int,
-        device: torch.device,
-        tail: Tail,
-        ids_on_host: bool,
+        rank: int = 0,
+        world_size: int = 1,
+        backend: Backend | Literal["auto"] = "auto",
+        shuffle: Shuffle = "runs",
+        seed: int = 7,
+        device: torch.device | None = None,
+        tail: Tail = "keep",
+        crosses: Sequence[HashedColumn] = (),
+        max_maps: int | None = None,
+        ids_on_host: bool = False,
     ) -> None:
-        self._manifest, self._rows, self._split = manifest, rows, split
+        _check_integer("world_size", world_size, 1, MAX_SEED)
+        _check_integer("rank", rank, 0, world_size - 1)
+        _check_integer("seed", seed, 0, MAX_SEED)
+        _check_integer("data.batch_size", batch_size, 1, 2**31 - 1)
+        if batch_size < world_size:
+            raise ConfigError(
+                f"data.batch_size must be at least {world_size}, the number of ranks, got "
+                f"{batch_size}"
+            )
+        for key, value, legal in (
+            ("data.loader", backend, ("auto", *FEEDS)),
+            ("data.shuffle", shuffle, SHUFFLES),
+            ("tail", tail, ("keep", "drop")),
+        ):
+            if value not in legal:
+                raise ConfigError(f"{key} must be one of {', '.join(legal)}, got {value!r}")
+        if device is not None and not isinstance(device, torch.device):
+            raise ConfigError(
+                f"device must be a torch.device, got {device!r} ({type(device).__name__}); for "
+                'example, device=torch.device("cpu")'
+            )
+        manifest.shards(split)  # raises DataError for an unknown split
+        if manifest.cache is not None and shuffle != "none":
+            # A batch may contain rows from any shard, so all shards are downloaded and mapped.
+            manifest.cache.get_split(split)
+            manifest = replace(manifest, cache=None)
+        self._manifest, self._split = manifest, split
+        self._rows = BlockReader(manifest, split, crosses, max_maps)
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._backend: Backend = backend
+        self._backend = choose_backend(backend)
         self._shuffle: Shuffle = shuffle
-        self._seed, self._device = seed, device
         self._tail: Tail = tail
-        self._read_to = torch.device("cpu") if ids_on_host else device
+        self._seed, self._device = seed, device or torch.device("cpu")
+        self._read_to = torch.device("cpu") if ids_on_host else self._device
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
         """Number of the current read; iterators with a lower number are invalid"""
         self._is_closed = False
         self._threads = Threads()
+        if self.num_dropped_rows:
+            _LOG.info("%s: rows dropped at the end of each epoch: %d", split, self.num_dropped_rows)
 
     @property
     def num_steps(self) -> int:
@@ -237,7 +277,7 @@ class RowLoader:
             yield group
 
     def _begin(self, epoch: int) -> None:
-        if not self._restored or (epoch == self._epoch + 1 and self._is_over()):
+        if not self._restored or (epoch == self._epoch + 1 and self.num_steps_left == 0):
             self._epoch, self._cursor = epoch, 0
         elif epoch != self._epoch:
             raise DataError(
@@ -245,9 +285,6 @@ class RowLoader:
                 f"{self._cursor}; finish that epoch first"
             )
         self._restored = False
-
-    def _is_over(self) -> bool:
-        return self.num_steps_left == 0
 
     def _no_rows(self) -> BatchColumns:
         words = self._rows.read(self._order(0).runs(0, 0), lambda size: np.empty(size, np.int32))
@@ -325,73 +362,7 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     return chosen
 
 
-def open_loader(
-    manifest: Manifest,
-    *,
-    split: str = "train",
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    backend: Backend | Literal["auto"] = "auto",
-    shuffle: Shuffle = "runs",
-    seed: int = 7,
-    device: torch.device | None = None,
-    tail: Tail = "keep",
-    crosses: Sequence[HashedColumn] = (),
-    max_maps: int | None = None,
-    ids_on_host: bool = False,
-) -> RowLoader:
-    """Open one split for one rank.
-
-    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last
-    batch is delivered, in which some ranks may have no rows. With ``tail="drop"``, a short last
-    batch is dropped, and its number of rows is logged. Batches are on ``device``; with
-    ``ids_on_host``, which growing tables need, ``Batch.ids`` and ``Batch.columns`` are in host
-    memory. ``crosses`` are computed from the set's columns, and come after these columns in
-    ``Batch.ids``. The order of rows is the same for both backends; ``auto`` selects DALI if it is
-    installed. At most ``max_maps`` files of each kind are mapped into memory; other files are read
-    on request. Raises ConfigError for an invalid argument, and DataError for a damaged set.
-    """
-    _check_integer("world_size", world_size, 1, MAX_SEED)
-    _check_integer("rank", rank, 0, world_size - 1)
-    _check_integer("seed", seed, 0, MAX_SEED)
-    _check_integer("data.batch_size", batch_size, 1, 2**31 - 1)
-    if batch_size < world_size:
-        raise ConfigError(
-            f"data.batch_size must be at least {world_size}, the number of ranks, got {batch_size}"
-        )
-    for key, value, legal in (
-        ("data.loader", backend, ("auto", *FEEDS)),
-        ("data.shuffle", shuffle, SHUFFLES),
-        ("tail", tail, ("keep", "drop")),
-    ):
-        if value not in legal:
-            raise ConfigError(f"{key} must be one of {', '.join(legal)}, got {value!r}")
-    if device is not None and not isinstance(device, torch.device):
-        raise ConfigError(
-            f"device must be a torch.device, got {device!r} ({type(device).__name__}); for "
-            'example, device=torch.device("cpu")'
-        )
-    manifest.shards(split)  # raises DataError for an unknown split
-    if manifest.cache is not None and shuffle != "none":
-        # A batch may contain rows from any shard, so all shards are downloaded and mapped.
-        manifest.cache.get_split(split)
-        manifest = replace(manifest, cache=None)
-    rows = BlockReader(manifest, split, crosses, max_maps)
-    loader = RowLoader(
-        manifest,
-        rows,
-        split=split,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        backend=choose_backend(backend),
-        shuffle=shuffle,
-        seed=seed,
-        device=device or torch.device("cpu"),
-        tail=tail,
-        ids_on_host=ids_on_host,
-    )
-    if loader.num_dropped_rows:
-        _LOG.info("%s: rows dropped at the end of each epoch: %d", split, loader.num_dropped_rows)
-    return loader
+open_loader = RowLoader
+"""Open one split for one rank. ``RowLoader``, of which this is another name, documents the
+arguments.
+"""

@@ -7,26 +7,21 @@ the best possible AUC and logloss of every split.
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import repeat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from sbpflow import __version__
 from sbpflow.data.format.ids import assign_ids
-from sbpflow.data.format.manifest import (
-    SPLITS,
-    Manifest,
-    load_manifest,
-    shard_entry,
-    write_manifest,
-)
-from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
+from sbpflow.data.format.manifest import SPLITS, Manifest, load_manifest, write_manifest
+from sbpflow.data.format.parts import LENGTH_TYPES, Parts, starts_of
 from sbpflow.data.format.schema import CRITEO
-from sbpflow.data.format.shards import Words, write_shard
+from sbpflow.data.format.shards import Words, write_splits
 from sbpflow.data.prepare.workspace import MARK, discard, only_run, open_work
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.data.synth.bayes import BayesTally
@@ -41,7 +36,6 @@ from sbpflow.serving.cells import FUNCTIONS, MISSING_ID, MISSING_KEY, NUM_RESERV
 
 _SHARD_BLOCKS = 4
 _HOT_RANKS = 64
-_TRANSPOSED_ROWS = 1024
 _NEXT_PLACE = 0.382
 """Distance between the ids of consecutive values of a rank, as a fraction of the table"""
 
@@ -189,7 +183,7 @@ def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
         ThreadPoolExecutor(options.workers) as pool,
         tqdm(total=options.rows, unit="row", unit_scale=True, desc="synth") as bar,
     ):
-        jobs = pool.map(_write_range, repeat((generator, maps, work, bounds)), ranges)
+        jobs = pool.map(partial(_write_range, generator, maps, work, bounds), ranges)
         for (start, stop), result in zip(ranges, jobs, strict=True):
             done.append(result)
             bar.update(stop - start)
@@ -240,24 +234,17 @@ def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
 
 
 def _write_range(
-    shared: tuple[Generator, IdMaps, Path, tuple[int, int]], rows: tuple[int, int]
+    generator: Generator, maps: IdMaps, folder: Path, bounds: tuple[int, int], rows: tuple[int, int]
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
     """Write the shards of rows [start, stop); return the shards and the ``BayesTally``, by
     split.
     """
-    generator, maps, folder, bounds = shared
     words, parts, probability = make_rows(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")
-    shards: dict[str, Any] = {}
-    tallies: dict[str, BayesTally] = {}
-    for number, name in enumerate(SPLITS):
-        chosen = split == number
-        if chosen.any():
-            file = f"{name}-{rows[0] // BLOCK_ROWS:06d}.npy"
-            shard = write_shard(folder, file, words[chosen], chosen_parts(parts, chosen))
-            shards[name] = shard_entry(shard)
-            tallies[name] = BayesTally()
-            tallies[name].add(probability[chosen])
+    shards = write_splits(folder, rows[0] // BLOCK_ROWS, words, parts, split)
+    tallies = {name: BayesTally() for name in shards}
+    for name, tally in tallies.items():
+        tally.add(probability[split == SPLITS.index(name)])
     return shards, tallies
 
 
@@ -285,7 +272,8 @@ def make_rows(
             block_lengths, block_values = _lists(maps, rows, block, first, last)
             lengths.append(block_lengths)
             values.append(block_values)
-        pieces.append(_transposed(columns, first, last))
+        by_place = {str(place): column[first:last] for place, column in enumerate(columns)}
+        pieces.append(pl.DataFrame(by_place).to_numpy(order="c"))
         probabilities.append(probability[first:last])
     parts: Parts = {"keys": np.concatenate(keys)} if keys else {}
     if lengths:
@@ -323,12 +311,3 @@ def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
     missing = rows.missing.get(name)
     mask = np.zeros(len(values), dtype=np.bool_) if missing is None else missing
     return FUNCTIONS["log3"](values, mask)[0].view(np.int32)
-
-
-def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:
-    """Return rows [first, last) of columns as a row-major matrix, copied in cache-sized tiles."""
-    words = np.empty((last - first, len(columns)), dtype=np.int32)
-    for start in range(first, last, _TRANSPOSED_ROWS):
-        stop = min(start + _TRANSPOSED_ROWS, last)
-        words[start - first : stop - first] = np.stack([c[start:stop] for c in columns]).T
-    return words

@@ -16,14 +16,7 @@ class Generator:
 
     def __init__(self, options: SynthOptions) -> None:
         self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
-        self.signal = Signal(
-            self.columns,
-            options.seed,
-            ctr=options.ctr,
-            auc=options.auc,
-            min_mass=options.min_mass,
-            products=options.products,
-        )
+        self.signal = Signal(self.columns, options)
 
     def block(self, index: int) -> tuple[Rows, Floats, NDArray[np.bool_]]:
         """Return the rows, the click probabilities and the labels of one block."""

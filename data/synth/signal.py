@@ -10,6 +10,7 @@ import numpy as np
 
 from sbpflow.data.synth.bayes import BayesTally
 from sbpflow.data.synth.columns import Columns, Rows
+from sbpflow.data.synth.options import SynthOptions
 from sbpflow.data.synth.tails import Floats, Ranks, uniform
 
 ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
@@ -33,18 +34,10 @@ _BINS = 8192
 class Signal:
     """Computes calibrated click probabilities, which depend only on the rows."""
 
-    def __init__(
-        self,
-        columns: Columns,
-        seed: int,
-        *,
-        ctr: float,
-        auc: float,
-        min_mass: float,
-        products: float = 0.0,
-    ) -> None:
+    def __init__(self, columns: Columns, options: SynthOptions) -> None:
         blocks = [columns.block(i, _STREAM) for i in range(_CALIBRATION_BLOCKS)]
-        self._bits = np.random.PCG64(np.random.SeedSequence([seed, 2]))
+        min_mass, products = options.min_mass, options.products
+        self._bits = np.random.PCG64(np.random.SeedSequence([options.seed, 2]))
         self._tables = {name: self._id_table(name, blocks, min_mass) for name in ID_TERMS}
         self._pairs = {pair: self._pair_table(pair, blocks, min_mass) for pair in CROSS_TERMS}
         self._center = {name: _mean_and_std(name, blocks) for name in DENSE_TERMS}
@@ -55,7 +48,7 @@ class Signal:
         }
         raw = np.concatenate([self._raw_terms(rows) for rows in blocks], axis=1)
         self._weights = _weights(raw, products)
-        self.offset, self.scale = _calibrate(self._weights @ raw, ctr, auc)
+        self.offset, self.scale = _calibrate(self._weights @ raw, options.ctr, options.auc)
 
     def _normal(self, size: int) -> Floats:
         u = uniform(self._bits.random_raw(2 * size))

@@ -2,8 +2,7 @@
 empty.
 """
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from sbpflow.data.engine import EngineOptions, open_engine
 from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.synth.columns import Rows
 from sbpflow.data.synth.generator import Generator, block_ranges
@@ -49,7 +49,8 @@ def _blank(values: pl.Series, missing: NDArray[np.bool_]) -> pl.Series:
     return values.set(pl.Series(missing), None) if missing.any() else values
 
 
-def _block_text(generator: Generator, block: int, first: int, last: int) -> bytes:
+def _block_text(generator: Generator, span: tuple[int, int, int]) -> bytes:
+    block, first, last = span
     rows, _, labels = generator.block(block)
     frame = text_frame(rows, labels, first, last)
     text = frame.write_csv(include_header=False, separator="\t", quote_style="never")
@@ -58,25 +59,16 @@ def _block_text(generator: Generator, block: int, first: int, last: int) -> byte
 
 def write_tsv(generator: Generator, options: SynthOptions) -> None:
     """Write all rows to ``options.output``, which appears only when it is complete."""
-    partial = Path(str(options.output) + ".partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    waiting: deque[tuple[int, Future[bytes]]] = deque()
+    unfinished = Path(str(options.output) + ".partial")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
     with (
-        ThreadPoolExecutor(options.workers) as pool,
-        partial.open("wb") as file,
+        open_engine(EngineOptions(), options.workers) as engine,
+        unfinished.open("wb") as file,
         tqdm(total=options.rows, unit="row", unit_scale=True, desc="synth") as bar,
     ):
-
-        def finish() -> None:
-            num_rows, future = waiting.popleft()
-            file.write(future.result())
-            bar.update(num_rows)
-
-        for block, first, last in block_ranges(0, options.rows):
-            future = pool.submit(_block_text, generator, block, first, last)
-            waiting.append((last - first, future))
-            if len(waiting) > options.workers:
-                finish()
-        while waiting:
-            finish()
-    partial.replace(options.output)
+        blocks = list(block_ranges(0, options.rows))
+        texts = engine.run(partial(_block_text, generator), blocks)
+        for (_, first, last), text in zip(blocks, texts, strict=True):
+            file.write(text)
+            bar.update(last - first)
+    unfinished.replace(options.output)

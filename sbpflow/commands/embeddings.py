@@ -1,6 +1,7 @@
 """``sbpflow embeddings``: write a trained table's vectors along with the original values."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from sbpflow.commands.saved_run import add_model, saved_run
@@ -56,24 +57,17 @@ def embeddings(argv: Sequence[str]) -> int:
         parser.error(f"--table {args.table}: no value of {feature} has its own row")
     num_rows = 0
 
-    def frames() -> Iterator[pl.DataFrame]:
+    def frames(*_query: object) -> Iterator[pl.DataFrame]:
+        """Yield frames with all rows. The query from Polars can be ignored, because it requests all
+        rows for both kinds of output files.
+        """
         nonlocal num_rows
-        yield (head := _frame(checkpoint, name, feature, *first))
-        num_rows += len(head)
-        for values, rows in blocks:
+        for values, rows in chain([first], blocks):
             yield (frame := _frame(checkpoint, name, feature, values, rows))
             num_rows += len(frame)
 
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
-
-    def source(*query: object) -> Iterator[pl.DataFrame]:
-        """Return frames with all rows. The query from Polars can be ignored, because it requests
-        all rows for both kinds of output files.
-        """
-        del query
-        return frames()
-
-    table = register_io_source(source, schema=schema)
+    table = register_io_source(frames, schema=schema)
     partial = output.with_name(output.name + ".partial")
     try:
         if output.suffix == ".parquet":

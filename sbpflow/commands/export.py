@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sbpflow.run.export.row_formats import RowFormat
     from sbpflow.run.model.spec import ModelSpec
     from sbpflow.runtime.files.remote_path import AnyPath
-    from sbpflow.serving.scorer import Model
 
 _EVERY_SECONDS, _DELTAS = 10.0, 24
 
@@ -155,17 +154,19 @@ def export_model(
     ``has_spare_rows`` adds spare rows to growing tables, for keys that later deltas add.
     """
     from sbpflow.checkpoint.folder import data_folder
+    from sbpflow.checkpoint.format import digest_of
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.run.export.bundle import BundleModel, add_facts
-    from sbpflow.run.export.export import check_new, facts_of, origin_of, parse_rows, write_export
+    from sbpflow.run.export.export import parse_rows, write_export
     from sbpflow.run.export.forms import write_compiled, write_onnx, write_pt2
     from sbpflow.run.export.growing_tables import GrowingTables
-    from sbpflow.run.export.plain_model import dense_part, plain_model
+    from sbpflow.run.export.plain_model import dense_part
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.saved.saved_model import saved_layouts
     from sbpflow.serving.scorer import load
 
-    check_new(output)  # fail before reading or scoring anything
+    if output.exists():
+        raise ConfigError(f"--output {output} already exists; use a new folder")
     row_format = parse_rows(rows)
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     fields = fields_of(like)
@@ -177,23 +178,29 @@ def export_model(
     keyed = {field.name for field in fields.ids if field.keyed}
     tables = GrowingTables(checkpoint, plan.embeddings, keyed, has_spare_rows=has_spare_rows)
     growing = _saved_keys(tables)
-    seed, saved = config.run.seed, checkpoint.tensors
+    read, saved = checkpoint.tensor, checkpoint.tensors
     model = BundleModel(
         plan=tables.plan,
         hashed=spec.hashed_columns,
-        dense=dense_part(spec, tables.plan, checkpoint.tensor, saved, seed).eval(),
+        dense=dense_part(spec, tables.plan, read, saved, config.run.seed).eval(),
         num_dense=len(fields.dense),
         read=tables.read,
         row_format=row_format,
         keyed=keyed,
         raw=_raw_rows(like, growing),
-        facts=facts_of(checkpoint, like.vocabulary_digest),
+        facts={
+            "checkpoint": digest_of(checkpoint.index),
+            "trained": {
+                "vocabulary": like.vocabulary_digest,
+                "config": checkpoint.documents.get("config"),
+            },
+        },
     )
-    origin = origin_of(checkpoint)
+    origin = {"run": checkpoint.run, "step": checkpoint.step, "delta": 0}
 
     def finish(work: Path) -> None:
         if manifest is not None:
-            scores = _scores(manifest, split or "test", work, model, config, spec)
+            scores = _scores(manifest, split or "test", work, model, config.data.batch_size)
             add_facts(work, {"scores": scores})
         if compiled:
             write_compiled(work, model)
@@ -201,17 +208,7 @@ def export_model(
         if onnx:
             write_onnx(work, model)
         if pt2:
-            whole_model = plain_model(
-                spec,
-                tables.plan,
-                tables.read,
-                saved=saved,
-                num_dense=model.num_dense,
-                seed=seed,
-                row_format=row_format,
-                addresses=tables.addresses(),
-            )
-            write_pt2(work, whole_model)
+            write_pt2(work, model.plain(tables.addresses(), in_memory=True))
 
     sample = _sample(like, model, spec, tables.addresses(), growing)
     return write_export(output, model, origin, sample, finish)
@@ -293,17 +290,8 @@ def _sample(
     from sbpflow.data import open_loader
     from sbpflow.data.sample_rows import encode_sample, sample_rows
     from sbpflow.run.export.export import sample_ids, sample_of
-    from sbpflow.run.export.plain_model import saved_rows_model
 
-    reference = saved_rows_model(
-        spec,
-        model.plan,
-        model.read,
-        model.dense,
-        num_dense=model.num_dense,
-        row_format=model.row_format,
-        addresses=addresses,
-    )
+    reference = model.plain(addresses, in_memory=False)
     half = getattr(spec, "half", None) is not None or model.plan.dtype.itemsize < 4
     if model.raw is None:
         return sample_of(reference, sample_ids(reference), half=half, rows=None)
@@ -317,7 +305,7 @@ def _sample(
             batch_size=len(rows),
             backend="memmap",
             shuffle="none",
-            crosses=spec.hashed_columns,
+            crosses=model.hashed,
         )
         (batch,) = loader.epoch(0)
         raw = [{name: row[name] for name in names} for row in rows]
@@ -328,53 +316,36 @@ def _sample(
 
 
 def _scores(
-    manifest: "Manifest",
-    split: str,
-    work: Path,
-    model: "BundleModel",
-    config: "Config",
-    spec: "ModelSpec",
+    manifest: "Manifest", split: str, work: Path, model: "BundleModel", batch_size: int
 ) -> dict[str, dict[str, float | None]]:
     """Score a labeled set with the bundle in ``work`` and, if the row format differs, with the
-    original rows.
+    original rows; print the scores.
     """
-    from sbpflow.run.export.bundle import write_bundle
-    from sbpflow.serving.scorer import load
-
-    bundle = load(work, check=False)
-    scores = {model.row_format: _score(manifest, split, bundle, model.row_format, config, spec)}
-    if model.row_format != "as_trained":
-        with TemporaryDirectory(dir=work) as name:
-            original = replace(model, row_format="as_trained", raw=None)
-            write_bundle(Path(name), original, {"run": "", "step": 0}, {})
-            rows: RowFormat = "as_trained"
-            trained = replace(load(name, check=False), encoder=bundle.encoder)
-            scores[rows] = _score(manifest, split, trained, rows, config, spec)
-    return dict(scores)
-
-
-def _score(
-    manifest: "Manifest",
-    split: str,
-    bundle: "Model",
-    rows: "RowFormat",
-    config: "Config",
-    spec: "ModelSpec",
-) -> dict[str, float | None]:
-    """Score a labeled set with a bundle, and print the scores."""
     from sbpflow.data import open_loader
+    from sbpflow.run.export.bundle import write_bundle
     from sbpflow.run.export.export import score_bundle
+    from sbpflow.serving.scorer import load
     from sbpflow.training.report import describe_evaluation
 
-    loader = open_loader(
-        manifest,
-        split=split,
-        batch_size=config.data.batch_size,
-        backend="memmap",
-        shuffle="none",
-        crosses=spec.hashed_columns,
-    )
-    result = score_bundle(bundle, loader.epoch(0))
-    loader.close()
-    print(f"rows {rows}: {describe_evaluation(result)} ({split} of {manifest.origin})")
-    return {"auc": result.auc, "logloss": result.logloss}
+    bundle = load(work, check=False)
+    bundles = {str(model.row_format): bundle}
+    scores: dict[str, dict[str, float | None]] = {}
+    with TemporaryDirectory(dir=work) as name:
+        if model.row_format != "as_trained":
+            original = replace(model, row_format="as_trained", raw=None)
+            write_bundle(Path(name), original, {"run": "", "step": 0}, {})
+            bundles["as_trained"] = replace(load(name, check=False), encoder=bundle.encoder)
+        for rows, each in bundles.items():
+            loader = open_loader(
+                manifest,
+                split=split,
+                batch_size=batch_size,
+                backend="memmap",
+                shuffle="none",
+                crosses=model.hashed,
+            )
+            result = score_bundle(each, loader.epoch(0))
+            loader.close()
+            print(f"rows {rows}: {describe_evaluation(result)} ({split} of {manifest.origin})")
+            scores[rows] = {"auc": result.auc, "logloss": result.logloss}
+    return scores

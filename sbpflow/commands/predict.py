@@ -1,8 +1,6 @@
 """``sbpflow predict``: score rows with a trained model."""
 
 import argparse
-import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -10,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import add_model, config_of_run, saved_run
 from sbpflow.data.engine import Cached, add_engine
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.json_file import json_digest
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.garbage import collecting_later
 from sbpflow.runtime.processes.launch import ArgumentParser
@@ -188,16 +187,8 @@ class _ModelOnWorker:
     """
 
 
-class _Loaded(NamedTuple):
-    """A model loaded by a worker, with the rows and blocks of the prediction."""
-
-    job: "Job"
-    loader: "RowLoader"
-    blocks: "ScoreBlocks"
-    scoring: "Scoring"
-
-
-def _load(model: _ModelOnWorker) -> _Loaded:
+def _load(model: _ModelOnWorker) -> "tuple[Job, RowLoader, ScoreBlocks, Scoring]":
+    """Load a model in a worker, and open the rows and blocks of the prediction."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import load_manifest
     from sbpflow.data.predictions import Scoring
@@ -213,7 +204,7 @@ def _load(model: _ModelOnWorker) -> _Loaded:
     job, loader = open_rows(
         checkpoint, config, rows, ExitStack(), home=model.output.parent, bad=0.0
     )
-    return _Loaded(job, loader, blocks_of(rows, model.block_rows, checkpoint, config), rows)
+    return job, loader, blocks_of(rows, model.block_rows, checkpoint, config), rows
 
 
 _on_worker = Cached(_load)
@@ -244,8 +235,8 @@ def blocks_of(
     from sbpflow.config.load import config_facts
     from sbpflow.data.score_blocks import ScoreBlocks
 
-    facts = json.dumps([to_json(checkpoint.index), config_facts(config, ("results",))])
-    return ScoreBlocks(scoring, block_rows, hashlib.sha256(facts.encode()).hexdigest())
+    facts = [to_json(checkpoint.index), config_facts(config, ("results",))]
+    return ScoreBlocks(scoring, block_rows, json_digest(facts))
 
 
 def write_blocks(

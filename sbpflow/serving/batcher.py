@@ -74,8 +74,6 @@ def joined(parts: Sequence[Encoded]) -> Encoded:
         name: tuple(map(np.concatenate, zip(*(part.bags[name] for part in parts), strict=True)))
         for name in parts[0].bags
     }
-    ids, dense = (
-        np.concatenate(arrays) for arrays in zip(*((p.ids, p.dense) for p in parts), strict=True)
-    )
+    ids, dense = np.concatenate([p.ids for p in parts]), np.concatenate([p.dense for p in parts])
     keys = {column: np.concatenate([p.keys[column] for p in parts]) for column in parts[0].keys}
     return Encoded(ids, dense, bags, keys=keys)

@@ -121,39 +121,35 @@ class JsonRows:
 
     def parsed(self) -> Any:
         """Return the rows as a list of dicts, or as columns; raise BodyError for any other body."""
-        return _read_json(self.body, self.max_rows)
+        value = read_json_body(self.body)
+        keys = cast("Mapping[str, Any]", value) if isinstance(value, dict) else {"rows": value}
+        if len(keys) != 1 or not keys.keys() <= {"rows", "columns"}:
+            raise BodyError(
+                f"the body has the keys {brief(sorted(keys))}; use "
+                '{"rows": [{"column": value, ..}, ..]} or {"columns": {"column": [value, ..], ..}}'
+            )
+        (key, found), wanted = next(iter(keys.items())), list if "rows" in keys else dict
+        if not isinstance(found, wanted):
+            use = '[{"column": value, ..}, ..]' if wanted is list else '{"column": [value, ..], ..}'
+            raise BodyError(f"{key} is {kind_name(found)}; use {use}")
+        if wanted is list:
+            check_rows(len(found), self.max_rows)
+            for row, cells in enumerate(found):
+                if not isinstance(cells, dict):
+                    what = f"row {row} is {kind_name(cells)}"
+                    raise BodyError(f'{what}, not an object; use {{"column": value, ..}}')
+            return found
+        for column, values in cast("dict[str, Any]", found).items():
+            if not isinstance(values, list):
+                what = f"columns: {column} is {kind_name(values)}"
+                raise BodyError(f"{what}, not a list; use one value per row")
+            check_rows(len(cast("list[Any]", values)), self.max_rows)
+        return found
 
 
 def encode(model: Model, rows: Any) -> Encoded:
     """Encode the rows that ``Format.read`` returned."""
     return rows.encode(model) if isinstance(rows, JsonRows) else model.encode(rows)
-
-
-def _read_json(body: bytes, max_rows: int) -> Any:
-    value = read_json_body(body)
-    keys = cast("Mapping[str, Any]", value) if isinstance(value, dict) else {"rows": value}
-    if len(keys) != 1 or not keys.keys() <= {"rows", "columns"}:
-        raise BodyError(
-            f"the body has the keys {brief(sorted(keys))}; use "
-            '{"rows": [{"column": value, ..}, ..]} or {"columns": {"column": [value, ..], ..}}'
-        )
-    (key, found), wanted = next(iter(keys.items())), list if "rows" in keys else dict
-    if not isinstance(found, wanted):
-        use = '[{"column": value, ..}, ..]' if wanted is list else '{"column": [value, ..], ..}'
-        raise BodyError(f"{key} is {kind_name(found)}; use {use}")
-    if wanted is list:
-        check_rows(len(found), max_rows)
-        for row, cells in enumerate(found):
-            if not isinstance(cells, dict):
-                what = f"row {row} is {kind_name(cells)}"
-                raise BodyError(f'{what}, not an object; use {{"column": value, ..}}')
-        return found
-    for column, values in cast("dict[str, Any]", found).items():
-        if not isinstance(values, list):
-            what = f"columns: {column} is {kind_name(values)}"
-            raise BodyError(f"{what}, not a list; use one value per row")
-        check_rows(len(cast("list[Any]", values)), max_rows)
-    return found
 
 
 def _write_json(scores: Scores, name: str, version: str) -> bytes:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -238,22 +239,6 @@ def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> 
     return np.log(shifted.astype(np.float64)).astype(np.float32), clamped
 
 
-def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return ln(max(x, -2) + 3), or 0 for missing values, and the number of values below -2.
-    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, like a missing cell. The
-    formula is from DLRM in NVIDIA's DeepLearningExamples (preproc_NVTabular.py at 729963dd).
-    """
-    return _log_shifted(values, missing, 3.0, -2.0)
-
-
-def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return ln(max(x, 0) + 1), or 0 for missing values, and the number of negative values.
-
-    The formula is from facebookresearch/dlrm (dlrm_data_pytorch.py at 090956ee).
-    """
-    return _log_shifted(values, missing, 1.0, 0.0)
-
-
 def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
     """Return floor(ln(x)^2) for x above 2, x for other values, and 0 for missing values.
 
@@ -315,8 +300,11 @@ def transform(
 
 
 FUNCTIONS: dict[str, Callable[[Floats, Mask], tuple[Floats, int]]] = {
-    "log3": log3,
-    "log1": log1,
+    # Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, like a missing cell. The
+    # formula is from DLRM in NVIDIA's DeepLearningExamples (preproc_NVTabular.py at 729963dd).
+    "log3": partial(_log_shifted, shift=3.0, lowest=-2.0),
+    # The formula is from facebookresearch/dlrm (dlrm_data_pytorch.py at 090956ee).
+    "log1": partial(_log_shifted, shift=1.0, lowest=0.0),
     "squared_log": squared_log,
     "identity": identity,
 }

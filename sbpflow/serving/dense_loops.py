@@ -263,7 +263,6 @@ def compile_model(
     segments: Mapping[str, Sequence[Segment]],
     gathers: Sequence[Gather],
     dims: Sequence[int],
-    num_dense: int,
     weights: Mapping[str, Any],
 ) -> CompiledModel | None:
     """Return the program of a model of float32 values, or None if a program cannot express the
@@ -284,7 +283,7 @@ def compile_model(
     spans = [
         program.take(len(gather.columns) * dim) for gather, dim in zip(gathers, dims, strict=True)
     ]
-    dense = program.take(num_dense)
+    dense = program.take(content["num_dense"])
     inputs = {"dense": dense} | {
         "vectors." + output["name"]: _output(
             program, segments[output["name"]], spans, dims, sums=output["sums"]
@@ -322,11 +321,9 @@ def _output(
             parts.append(program.add(operation, program.take(dim), start, terms=count))
         else:
             parts.append((start, count * dim))
-    if len(parts) == 1:
-        return parts[0]
-    if not sums:
-        return program.concatenated(parts)
     joined = program.concatenated(parts)
+    if len(parts) == 1 or not sums:
+        return joined
     return program.add(SUM, program.take(parts[0][1]), joined[0], terms=len(parts))
 
 

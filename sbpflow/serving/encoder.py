@@ -33,7 +33,7 @@ from sbpflow.serving.cells import (
     transform,
     whole_number,
 )
-from sbpflow.serving.columns import Array, Column, Lists, RawRows, RowError, plain, read_list
+from sbpflow.serving.columns import Array, Lists, RawRows, RowError, plain, read_list
 
 Entry = Mapping[str, Any]
 
@@ -93,15 +93,6 @@ class Cells(NamedTuple):
             np.zeros(shape, np.uint32),
             np.zeros(shape, np.bool_),
         )
-
-
-class Finished(NamedTuple):
-    """The dense values of rows (float32 [rows, values]), and ``counts`` as in ``Encoded``, with 0
-    for lists.
-    """
-
-    dense: NDArray[np.float32]
-    counts: Array
 
 
 class Vocabularies:
@@ -206,27 +197,15 @@ class Encoder:
         self.lists = [f for f in self._fields if f["list"]]
         self.pairs = [f for f in self._fields if f["parts"]]
         place = {each["name"]: n for n, each in enumerate(self.singles)}
-        self._parts = [[place[name] for name in pair["parts"]] for pair in self.pairs]
-        keyed = [*self.singles, *self.pairs]
-        self._looked_up = [n for n, each in enumerate(keyed) if each["vocabulary"]]
-        names = [keyed[n]["vocabulary"] for n in self._looked_up]
+        self.parts = [[place[name] for name in pair["parts"]] for pair in self.pairs]
+        self.keyed = [*self.singles, *self.pairs]
+        self._looked_up = [n for n, each in enumerate(self.keyed) if each["vocabulary"]]
+        names = [self.keyed[n]["vocabulary"] for n in self._looked_up]
         self._places = vocabularies.places_of(names)
         self.id_columns, self._width = _id_columns(self._fields)
-        self._keyed = keyed
-        self.names = tuple(each["name"] for each in (*self._dense, *keyed, *self.lists))
-        self._keyed_columns = [self.id_columns[each["name"]] for each in keyed]
+        self.names = tuple(each["name"] for each in (*self._dense, *self.keyed, *self.lists))
+        self.keyed_columns = [self.id_columns[each["name"]] for each in self.keyed]
         self._compiled = None if loops is None else loops.CompiledInput(self)
-
-    @property
-    def num_dense(self) -> int:
-        """Return the number of dense values of a row."""
-        kept = [entry for entry in self._dense if entry["bounds"] is None]
-        return sum(1 + bool(entry["indicator"]) for entry in kept)
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """Return the columns of raw rows, in the order of the cells in a text line."""
-        return self.raw.columns
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Encoder":
         """Return an encoder with additional entries (keys, ids) or (keys, ids, checks) by
@@ -241,20 +220,8 @@ class Encoder:
         """Encode a list of dicts, a data frame, a mapping of columns, or text lines."""
         if self._compiled is not None and (cells := self._compiled.parse(rows)):
             return self._encoded(cells, {})
-        return self.encode_columns(self.raw.columns_of(rows))
-
-    def encode_json(self, text: bytes) -> Encoded | None:
-        """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
-        cells = None if self._compiled is None else self._compiled.parse_json(text)
-        return None if cells is None else self._encoded(cells, {})
-
-    def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
-        """Encode columns of equal length, by name. A column is a numpy array (plain or masked) or a
-        list of cells.
-        """
-        self.raw.check_names(0, columns)
-        required = self.raw.required
-        columns = {name: self.raw.with_missing(columns[name]) for name in required}
+        given, required = self.raw.columns_of(rows), self.raw.required
+        columns = {name: self.raw.with_missing(given[name]) for name in required}
         num_rows = len(columns[required[0]])
         for name in required:
             if len(columns[name]) != num_rows:
@@ -273,6 +240,11 @@ class Encoder:
                 keys = (part[:, number] for part in cells[1:])
                 _read_keys(columns[entry["name"]], entry["name"], entry["kind"], *keys)
         return self._encoded(cells, columns)
+
+    def encode_json(self, text: bytes) -> Encoded | None:
+        """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
+        cells = None if self._compiled is None else self._compiled.parse_json(text)
+        return None if cells is None else self._encoded(cells, {})
 
     def _encoded(self, cells: Cells, columns: Mapping[str, Any]) -> Encoded:
         """Encode the rows of ``cells`` and of the list columns in ``columns``."""
@@ -306,16 +278,16 @@ class Encoder:
         """Raise RowError for the first infinite value of a column without clipping limits or
         buckets.
         """
-        infinite = np.isinf(numbers)
-        if infinite.any():
-            for row, column in np.argwhere(infinite).tolist():
-                entry = self._dense[column]
-                if entry["clip"] is None and entry["bounds"] is None:
-                    value = float(cells.numbers[row, column])
-                    rule = "must be a finite number in the float32 range, such as 3"
-                    raise RowError(row, entry["name"], value, rule)
+        for row, column in np.argwhere(np.isinf(numbers)).tolist():
+            entry = self._dense[column]
+            if entry["clip"] is None and entry["bounds"] is None:
+                value = float(cells.numbers[row, column])
+                rule = "must be a finite number in the float32 range, such as 3"
+                raise RowError(row, entry["name"], value, rule)
 
-    def _finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished:
+    def _finish(
+        self, cells: Cells, ids: NDArray[np.int32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Write the ids of single values, pairs, and buckets to ``ids``; return the dense values
         and the counts.
         """
@@ -340,21 +312,20 @@ class Encoder:
             self._places, Cells(numbers, *(part[:, self._looked_up] for part in keyed[1:]))
         )
         for column, number in enumerate(self._looked_up):
-            ids[:, self.id_columns[self._keyed[number]["name"]]] = table[:, column]
-        for number, entry in enumerate(self._keyed):
+            ids[:, self.id_columns[self.keyed[number]["name"]]] = table[:, column]
+        for number, entry in enumerate(self.keyed):
             if not entry["vocabulary"]:
-                hashed = hashed_key_ids(keyed.keys[:, number], entry["rows"], entry["salt"])
-                hashed[keyed.missing[:, number]] = MISSING_ID
-                ids[:, self.id_columns[entry["name"]]] = hashed
+                own = Cells(numbers, *(part[:, number, None] for part in keyed[1:]))
+                ids[:, self.id_columns[entry["name"]]] = self.ids_of(entry, own)
         values = np.stack(dense, 1) if dense else np.empty((len(numbers), 0), dtype=np.float32)
         counts = np.zeros((2, len(self.names)), dtype=np.int64)
         counts[MISSING_ID, : len(self._dense)] = mask.sum(0)
         self._count(ids, counts)
-        return Finished(values, counts)
+        return values, counts
 
     def _count(self, ids: NDArray[np.int32], counts: Array) -> None:
         """Write the counts of single values and pairs to ``counts``."""
-        own, first = ids[:, self._keyed_columns], len(self._dense)
+        own, first = ids[:, self.keyed_columns], len(self._dense)
         for value in (MISSING_ID, RARE_ID):
             counts[value, first : first + own.shape[1]] = (own == value).sum(0)
 
@@ -363,7 +334,7 @@ class Encoder:
         if not self.pairs:
             return cells
         keys, checks, missing = [cells.keys], [cells.checks], [cells.missing]
-        for entry, (a, b) in zip(self.pairs, self._parts, strict=True):
+        for entry, (a, b) in zip(self.pairs, self.parts, strict=True):
             both = pair_keys(cells.keys[:, a], cells.keys[:, b], entry["both_hex"])
             keys.append(both[:, None])
             missing.append((cells.missing[:, a] | cells.missing[:, b])[:, None])
@@ -373,7 +344,7 @@ class Encoder:
 
     def _add_new(self, cells: Cells, ids: NDArray[np.int32]) -> None:
         keyed = self._with_pairs(cells)
-        for number, entry in enumerate(self._keyed):
+        for number, entry in enumerate(self.keyed):
             if entry["vocabulary"]:
                 column = ids[:, self.id_columns[entry["name"]]]
                 keys, checks = keyed.keys[:, number], keyed.checks[:, number]
@@ -386,7 +357,7 @@ class Encoder:
         keyed = self._with_pairs(cells)
         return {
             column: _signed_keys(keyed, number)
-            for number, entry in enumerate(self._keyed)
+            for number, entry in enumerate(self.keyed)
             if (column := self.id_columns[entry["name"]]) in self.crossed
         }
 

@@ -15,8 +15,7 @@ from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.cells import FLOAT32_MAX, clip_of
 from sbpflow.serving.columns import text_of
 from sbpflow.serving.dense_loops import compile_model
-from sbpflow.serving.encoder import Cells, Encoder, Finished
-from sbpflow.serving.hash_loops import digest
+from sbpflow.serving.encoder import Cells, Encoder
 from sbpflow.serving.json_loops import JsonLines, count_lines
 from sbpflow.serving.row_loops import gather_rows
 from sbpflow.serving.text_loops import (
@@ -30,7 +29,7 @@ from sbpflow.serving.text_loops import (
     parse_text,
 )
 
-__all__ = ["CompiledInput", "compile_model", "digest", "gather_rows"]
+__all__ = ["CompiledInput", "compile_model", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)
 _TRANSFORMS = {"log3": LOG3, "log1": LOG1, "squared_log": SQUARED_LOG, "identity": IDENTITY,
@@ -208,7 +207,7 @@ class CompiledInput:
     """Describes an encoder's columns as arrays, and encodes rows with the compiled loops."""
 
     def __init__(self, encoder: Encoder) -> None:
-        content, singles, pairs = encoder.content, encoder.singles, encoder.pairs
+        content, singles = encoder.content, encoder.singles
         self._kinds: dict[str, tuple[int, int]] = {
             entry["name"]: (WHOLE if entry["whole"] else REAL, n)
             for n, entry in enumerate(content["dense"])
@@ -219,27 +218,25 @@ class CompiledInput:
         self._num_dense, self._num_keys = len(content["dense"]), len(singles)
         self._num_names = len(encoder.names)
         self._set_numbers(content["dense"], encoder.id_columns)
-        place = {entry["name"]: n for n, entry in enumerate(singles)}
         parts = [(n, -1, 0) for n in range(len(singles))]
-        parts += [(*(place[p] for p in e["parts"]), int(e["both_hex"])) for e in pairs]
+        pairs = zip(encoder.parts, encoder.pairs, strict=True)
+        parts += [(left, right, int(pair["both_hex"])) for (left, right), pair in pairs]
         vocabularies = encoder.vocabularies
         where: list[tuple[int, ...]] = []
-        for entry in (*singles, *pairs):
+        for entry in encoder.keyed:
             if entry["vocabulary"]:
                 start, size, check = vocabularies.places_of([entry["vocabulary"]])[:, 0].tolist()
                 where.append((start, size, check, 0))
             else:
                 salt = int(np.uint64(entry["salt"]).view(np.int64))
                 where.append((-1, entry["rows"], 0, salt))
-        columns = [encoder.id_columns[entry["name"]] for entry in (*singles, *pairs)]
-        self._columns = np.array(columns, dtype=np.int64)
         self._keyed = (
             np.array(parts, dtype=np.int64).reshape(-1, 3),
             np.array(where, dtype=np.int64).reshape(-1, 4),
             vocabularies.keys,
             vocabularies.ids,
             vocabularies.checks,
-            self._columns,
+            np.array(encoder.keyed_columns, dtype=np.int64),
         )
         self._lines: dict[int, tuple[Array, Array]] = {}
         self._raw = encoder.raw
@@ -365,7 +362,7 @@ class CompiledInput:
         kinds, targets = zip(*cells, strict=True)
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
 
-    def finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished | None:
+    def finish(self, cells: Cells, ids: NDArray[np.int32]) -> tuple[Array, Array] | None:
         """Write the ids of single values, pairs, and buckets to ``ids``; return the dense values
         and the counts, or None if ``transform_numbers`` returns False.
         """
@@ -374,5 +371,5 @@ class CompiledInput:
         outputs = dense, ids, counts
         parts = cells.numbers, cells.keys, cells.checks, cells.missing
         if encode_cells(parts, self._numeric, self._keyed, *outputs):
-            return Finished(dense, counts)
+            return dense, counts
         return None

@@ -159,14 +159,11 @@ class Follower:
             number=0,
             trained=(bundle / BUNDLE_FILE).stat().st_mtime,
         )
-        following: ModelVersion | None = version
-        while following is not None:
-            version = following
-            try:
-                following = self._next(version)
-            except (DataError, BundleError, OSError) as error:
-                logger.error("%s; version %s is used", error, version.text)
-                break
+        try:
+            while (following := self._next(version)) is not None:
+                version = following
+        except (DataError, BundleError, OSError) as error:
+            logger.error("%s; version %s is used", error, version.text)
         return version
 
     def _next(self, version: ModelVersion) -> ModelVersion | None:

@@ -93,7 +93,7 @@ class Graph:
         late: list[_Step] = []
         inputs = set(self._content["inputs"].values())
         for run, out, args, kwargs in self._steps:
-            if _refs([args, kwargs]) & inputs:
+            if not inputs.isdisjoint(_refs([args, kwargs])):
                 inputs.add(out)
                 late.append((run, out, args, kwargs))
             else:
@@ -115,7 +115,7 @@ def _simplified(steps: list[_Step], output: str) -> tuple[list[_Step], str]:
         else:
             kept.append((run, out, args, _renamed(kwargs, names)))
     output = names.get(output, output)
-    uses = Counter(name for _, _, *args in kept for name in _all_refs(args))
+    uses = Counter(name for _, _, *args in kept for name in _refs(args))
     uses[output] += 1
     fresh = {out for run, out, *_ in kept if run is torch.nn.functional.linear}
     for number, (run, out, args, kwargs) in enumerate(kept):
@@ -133,7 +133,7 @@ class BoundGraph:
         self, inputs: Mapping[str, str], output: str, steps: Sequence[_Step], values: dict[str, Any]
     ) -> None:
         self._inputs, self._output = inputs, output
-        used = {output, *(name for _, _, *args in steps for name in _all_refs(args))}
+        used = {output, *(name for _, _, *args in steps for name in _refs(args))}
         self._values = {name: value for name, value in values.items() if name in used}
         self._steps = [
             (run, out, _arguments(args), _filler(kwargs) if kwargs else None)
@@ -165,17 +165,13 @@ def _operation(name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(packet, overload))
 
 
-def _all_refs(value: Any) -> Iterator[str]:
+def _refs(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         content = cast("dict[str, Any]", value)
-        yield from [content["ref"]] if "ref" in content else _all_refs(list(content.values()))
+        yield from [content["ref"]] if "ref" in content else _refs(list(content.values()))
     elif isinstance(value, list):
         for each in cast("list[Any]", value):
-            yield from _all_refs(each)
-
-
-def _refs(value: Any) -> set[str]:
-    return set(_all_refs(value))
+            yield from _refs(each)
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
@@ -220,7 +216,7 @@ def _filler(value: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a function that computes ``_filled(value, values)`` from a request's ``values``, but
     faster.
     """
-    if not _refs(value):
+    if not any(_refs(value)):
         fixed = _filled(value, {})
         return lambda values: fixed
     if isinstance(value, dict) and "ref" in value:

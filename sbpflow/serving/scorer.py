@@ -72,7 +72,7 @@ class Model:
     @property
     def columns(self) -> tuple[Column, ...]:
         """Return the columns of raw rows, in the order of the cells in a text line."""
-        return self._encoder().columns
+        return self._encoder().raw.columns
 
     def score(self, rows: object) -> NDArray[np.float32]:
         """Return the probabilities float32 [n] of raw rows: dicts, a data frame, or text lines."""
@@ -85,12 +85,6 @@ class Model:
     def encode_json(self, text: bytes) -> Encoded | None:
         """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
         return self._encoder().encode_json(text)
-
-    def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
-        """Encode columns by name. A column is a numpy array (plain or masked) or a list of
-        cells.
-        """
-        return self._encoder().encode_columns(columns)
 
     def _encoder(self) -> Encoder:
         if self.encoder is None:
@@ -320,7 +314,7 @@ def _assembled(folder: Path, content: Mapping[str, Any], compiled: bool) -> Mode
     program = None
     if loops is not None and encoder is not None:
         dims = [store.dim for store in stores]
-        program = loops.compile_model(content, segments, gathers, dims, encoder.num_dense, weights)
+        program = loops.compile_model(content, segments, gathers, dims, weights)
     return Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),

@@ -1,5 +1,5 @@
-"""Parses the cells of text lines in one pass compiled by numba. Only ``encoder_loops`` imports this
-module, which needs numba.
+"""Parses the cells of text lines in one pass compiled by numba. Import this module only if numba is
+installed.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
 _END, _PLUS, _MINUS, _POINT, _ZERO = 10, 43, 45, 46, 48
 POWERS = 10.0 ** np.arange(23)
 """The powers of ten that float64 represents exactly."""
-_NIBBLES = np.full(256, 255, dtype=U8)
+NIBBLES = np.full(256, 255, dtype=U8)
 """The value of each hexadecimal digit, and 255 for every other character."""
-_NIBBLES[list(b"0123456789abcdef")] = range(16)
-_NIBBLES[list(b"ABCDEF")] = range(10, 16)
+NIBBLES[list(b"0123456789abcdef")] = range(16)
+NIBBLES[list(b"ABCDEF")] = range(10, 16)
 
 
 @compiled
@@ -105,7 +105,7 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
             if kind == HEX and at + 8 < end and text[at + 8] == last:
                 value, bits = U64(0), U8(0)
                 for k in range(at, at + 8):
-                    digit = _NIBBLES[text[k]]
+                    digit = NIBBLES[text[k]]
                     value = (value << U64(4)) | U64(digit)
                     bits |= digit
                 if bits < 16:

@@ -12,7 +12,6 @@ from sbpflow.data.format.manifest import (
     SPLITS,
     Manifest,
     load_manifest,
-    shard_entry,
     write_manifest,
 )
 from sbpflow.data.format.shards import write_shard
@@ -29,7 +28,7 @@ def make_set(folder: Path, num_rows: int, shard_rows: int = 1000) -> Manifest:
             words = np.empty((len(number), 6), dtype=np.int32)
             words[:, :3].view(np.float32)[:] = np.stack([number % 2, number, -number], axis=1)
             words[:, 3:] = number[:, None] * 10 + np.arange(3)
-            shards[name].append(shard_entry(write_shard(folder, f"{name}-{start}.npy", words)))
+            shards[name].append(write_shard(folder, f"{name}-{start}.npy", words))
     content = {
         "source": "test",
         "dense": [{"name": "I1"}, {"name": "I2"}],

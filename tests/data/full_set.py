@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sbpflow.data import load_manifest
-from sbpflow.data.format.manifest import SPLITS, shard_entry, write_manifest
+from sbpflow.data.format.manifest import SPLITS, write_manifest
 from sbpflow.data.format.shards import write_shard
 
 NUM_ROWS, SHARD_ROWS, LISTS, MOST = 5000, 700, 3, 9
@@ -69,7 +69,7 @@ def write(folder, name, rows, first):
         "row_key": np.array([row.key for row in rows], dtype=np.int64),
         "labels": np.array([row.labels for row in rows], dtype=np.float32),
     }
-    return shard_entry(write_shard(folder, name, words, parts))
+    return write_shard(folder, name, words, parts)
 
 
 def make_full_set(folder):

@@ -8,7 +8,7 @@ import pytest
 
 from sbpflow.data import open_loader
 from sbpflow.data.format.content_id import joined_crc32, rows_crc32
-from sbpflow.data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
+from sbpflow.data.format.manifest import SPLITS, load_manifest, write_manifest
 from sbpflow.data.format.npy import write_array
 from sbpflow.data.format.shards import write_shard
 from sbpflow.errors import DataError
@@ -156,7 +156,7 @@ def test_empty_shards_do_not_matter(tmp_path):
     manifest = make_set(tmp_path / "set", 50)
     splits = {split: list(manifest.content["splits"][split]) for split in SPLITS}
     words = np.empty((0, manifest.num_words), dtype=np.int32)
-    splits["train"].insert(0, shard_entry(write_shard(manifest.path, "empty.npy", words)))
+    splits["train"].insert(0, write_shard(manifest.path, "empty.npy", words))
     write_manifest(manifest.path, {**manifest.content, "splits": splits})
     assert load_manifest(manifest.path).content_id == manifest.content_id
     write_manifest(manifest.path, {**manifest.content, "splits": {**splits, "val": []}})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import DataConfig
 from sbpflow.data import load_manifest, open_loader
-from sbpflow.data.format.manifest import SPLITS, shard_entry, write_manifest
+from sbpflow.data.format.manifest import SPLITS, write_manifest
 from sbpflow.data.format.shards import write_shard
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.data.read.crosses import hashed_ids
@@ -85,11 +85,10 @@ def write_set(folder, *, prepared):
             parts = {name: words[:, 2 + k] for k, name in enumerate(("C1", "C2", "C3"))}
             more = [hashed_ids([parts[n] for n in cross.columns], cross.rows) for cross in CROSSES]
             words = np.concatenate([words, np.stack(more, 1)], 1)
-        shards = (
+        splits[split] = [
             write_shard(folder, f"{split}-{n}.npy", words[n : n + 700])
             for n in range(0, len(words), 700)
-        )
-        splits[split] = [shard_entry(shard) for shard in shards]
+        ]
     fields = [{"name": name, "rows": 30} for name in ("C1", "C2", "C3")]
     if prepared:
         fields += [{"name": cross.name, "rows": cross.rows} for cross in CROSSES]

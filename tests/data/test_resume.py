@@ -179,7 +179,7 @@ def test_an_error_of_the_current_run_does_not_start_it_over(tmp_path, monkeypatc
         (folder / name).write_bytes((folder / name).read_bytes()[:-1])
         return shard
 
-    monkeypatch.setattr("sbpflow.data.prepare.encode.write_shard", faulty)
+    monkeypatch.setattr("sbpflow.data.format.shards.write_shard", faulty)
     arguments = ["--input", str(source), "--output", str(tmp_path / "set")]
     assert main(["prepare", *arguments, "--max-bad-fraction", "0"]) == 2
     assert "changed or truncated" in capsys.readouterr().err

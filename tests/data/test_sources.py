@@ -111,14 +111,14 @@ def test_zeros_may_follow_compressed_text(tmp_path, plain, suffix):
 @pytest.mark.parametrize("suffix", [".bz2", ".xz"])
 def test_repetitive_text_is_decompressed_in_small_parts(suffix):
     text = bytes(32 << 20)
-    stream = decompressed(io.BytesIO(COMPRESS[suffix](text)), suffix)
-    tracemalloc.start()
-    try:
-        while stream.read(1 << 20):
-            pass
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    finally:
-        tracemalloc.stop()
+    with decompressed("rows", io.BytesIO(COMPRESS[suffix](text)), suffix) as stream:
+        tracemalloc.start()
+        try:
+            while stream.read(1 << 20):
+                pass
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

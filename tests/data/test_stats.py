@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sbpflow.data.format.manifest import SPLITS, load_manifest, shard_entry, write_manifest
+from sbpflow.data.format.manifest import SPLITS, load_manifest, write_manifest
 from sbpflow.data.format.shards import write_shard
 from sbpflow.data.stats import batch_counts, compute_stats
 
@@ -15,7 +15,7 @@ def set_of_ids(folder, ids):
         own_ids = ids if split == "train" else ids[:1]
         words = np.zeros((len(own_ids), 2), dtype=np.int32)
         words[:, 1] = own_ids
-        shards[split] = [shard_entry(write_shard(folder, f"{split}-0.npy", words))]
+        shards[split] = [write_shard(folder, f"{split}-0.npy", words)]
     fields = [{"name": "C1", "rows": 100}]
     write_manifest(folder, {"source": "test", "dense": [], "fields": fields, "splits": shards})
     return load_manifest(folder)

@@ -12,7 +12,8 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError
 from sbpflow.models import layered
 from sbpflow.run.execution.job import build_job
-from sbpflow.run.export.plain_model import plain_model
+from sbpflow.run.export.bundle import BundleModel
+from sbpflow.run.export.plain_model import dense_part
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.compute import compiler
 from sbpflow.runtime.files.cache_dir import code_cache
@@ -266,7 +267,10 @@ def plain_of_a_run(world, name):
         return one.values.reshape(state[key].shape)
 
     spec = MODELS[name].spec(FIELDS)
-    module = plain_model(spec, job.plan.embeddings, read, saved=state, num_dense=3, seed=7)
+    plan = job.plan.embeddings
+    dense = dense_part(spec, plan, read, state, 7)
+    model = BundleModel(plan=plan, hashed=spec.hashed_columns, dense=dense, num_dense=3, read=read)
+    module = model.plain({}, in_memory=True)
     with torch.no_grad():
         logits = module(*module.arguments_of(batches[0].ids, batches[0].dense.double()))
     return logits.numpy(), job.trainer.predict(batches[0]).numpy()

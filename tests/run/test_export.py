@@ -39,7 +39,7 @@ from sbpflow.run.export.export import (
     write_export,
 )
 from sbpflow.run.export.forms import exported
-from sbpflow.run.export.plain_model import PlainModel, dense_part, hashed_ids, plain_model
+from sbpflow.run.export.plain_model import PlainModel, dense_part, hashed_ids
 from sbpflow.run.export.row_formats import ROW_FORMATS, make_rows
 from sbpflow.run.model.spec import Fields, IdField, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
@@ -82,15 +82,7 @@ def trained(world: World, config, fields: Fields, batches) -> tuple[Job, PlainMo
 
 
 def plain_of(job: Job, spec, fields: Fields, row_format="as_trained") -> PlainModel:
-    return plain_model(
-        spec,
-        job.plan.embeddings,
-        partial(values_of, job),
-        saved=job.state(),
-        num_dense=len(fields.dense),
-        seed=7,
-        row_format=row_format,
-    )
+    return bundle_of(job, spec, fields, row_format).plain({}, in_memory=True)
 
 
 def bundle_of(job: Job, spec, fields: Fields, row_format="as_trained") -> BundleModel:
@@ -245,14 +237,14 @@ def _own(world: World, kind: str):
     batch.ids, batch.dense = batch.ids[:, :3].contiguous(), batch.dense[:, :2].contiguous()
     job, model = trained(world, config, fields, [batch] if kind == "plain" else [])
     logits = model(batch.ids, batch.dense, {})
-    return float((logits - job.trainer.predict(batch)).abs().max()), list(model.stored())
+    return float((logits - job.trainer.predict(batch)).abs().max()), list(model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
 def test_a_custom_module_can_be_exported(ranks, kind):
     ((apart, names),) = ranks(1, _own, kind)
     assert apart < 1e-6
-    assert {"dense/first.weight", "dense/norm.bias", "tables/deep.C1"} <= set(names)
+    assert {"dense.first.weight", "dense.norm.bias", "tables/deep/C1.weight"} <= set(names)
 
 
 SHIPPED = {
@@ -283,7 +275,8 @@ def _shipped(world: World, name: str):
     program = exported(model).module()
     same = torch.equal(program(batches[0].ids, batches[0].dense, {}), logits)
     apart = (logits - job.trainer.predict(batches[0])).abs().max()
-    return float(apart), same, names, set(model.stored())
+    stored = {f"tables/{table.name}" for table in model.tables}
+    return float(apart), same, names, stored | {f"dense/{n}" for n in model.dense.state_dict()}
 
 
 @pytest.mark.few(2)
@@ -426,9 +419,7 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path):
         parameters, outputs, hashed_columns = spec.parameters, spec.outputs, ()
 
     def make(spec):
-        return plain_model(
-            spec, plan.embeddings, lambda name: torch.zeros(()), saved=(), num_dense=3, seed=7
-        )
+        return dense_part(spec, plan.embeddings, lambda name: torch.zeros(()), (), 7)
 
     with pytest.raises(ConfigError, match=r"model: Odd has no method plain\(seed\)"):
         make(Odd())

@@ -47,7 +47,7 @@ def content_of(nodes=NODES, output="add"):
     inputs = {"dense": "dense", "vectors.wide": "wide", "vectors.deep": "deep"}
     return {
         "dtype": "float32", "out_of_range": "error", "hashed": [], "columns": FEATURES,
-        "stores": [{}, {}],
+        "stores": [{}, {}], "num_dense": NUM_DENSE,
         "tables": {
             "wide.a": table("a", 0, 0, 20), "wide.c": table("c", 0, 20, 20),
             "deep.a": table("a", 1, 0, 10), "deep.b": table("b", 1, 10, 10),
@@ -72,7 +72,7 @@ def model_of(**changes) -> Model:
     gathers, segments = plan_lookups(content, encoder_loops)
     bind = Graph(content["graph"]).bind
     dims = [store.dim for store in stores]
-    program = encoder_loops.compile_model(content, segments, gathers, dims, NUM_DENSE, weights)
+    program = encoder_loops.compile_model(content, segments, gathers, dims, weights)
     return Model(
         Version("test", 1), {}, content, None, stores, weights, bind, bind(weights), gathers,
         segments, program,

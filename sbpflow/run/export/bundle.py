@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +21,14 @@ from torch import Tensor, nn
 
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.run.export.graph import graph_of
-from sbpflow.run.export.plain_model import ReadRows, id_columns, missing_ids
-from sbpflow.run.export.row_formats import RowFormat, to_stored
+from sbpflow.run.export.plain_model import (
+    Addresses,
+    PlainModel,
+    ReadRows,
+    id_columns,
+    missing_ids,
+)
+from sbpflow.run.export.row_formats import RowFormat, Rows, SavedRows, make_rows, to_stored
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 from sbpflow.runtime.files.json_file import read_json
@@ -62,6 +69,21 @@ class BundleModel:
     """The columns that have keys in the data"""
     raw: RawInput | None = None
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def plain(self, addresses: Addresses, *, in_memory: bool) -> PlainModel:
+        """Build the model as a torch module. Without ``in_memory``, it reads only the rows that it
+        looks up instead of loading whole tables, for scoring a few rows.
+        """
+        plan, tables = self.plan, dict[str, Rows | SavedRows]()
+        for table in plan.tables:
+            read = partial(self.read, f"tables/{table.name}")
+            if in_memory:
+                tables[table.name] = make_rows(table.name, read(), self.row_format, plan.dtype)
+            else:
+                tables[table.name] = SavedRows(
+                    table.name, read, table.num_rows, self.row_format, plan.dtype
+                )
+        return PlainModel(plan, self.hashed, tables, self.dense, self.num_dense, addresses).eval()
 
 
 def write_bundle(

@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,13 +88,9 @@ def _next(last: Exported, base: str) -> Exported | None:
     entries = dict(last.entries)
     for name, (keys, ids) in delta.vocabulary.items():
         entries[name] = (*entries.get(name, ()), (keys.numpy(), ids.numpy().astype(np.int32)))
-    return Exported(
-        bundle=last.bundle,
-        content=last.content,
-        number=last.number + 1,
-        digest=delta.digest,
-        checkpoint=delta.head.checkpoint,
-        entries=entries,
+    head, digest = delta.head, delta.digest
+    return replace(
+        last, number=head.number, digest=digest, checkpoint=head.checkpoint, entries=entries
     )
 
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.checkpoint.folder import sync_path
-from sbpflow.checkpoint.format import digest_of
-from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.errors import ConfigError
 from sbpflow.run.execution.predict import probabilities
@@ -30,12 +28,6 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
 """The largest accepted difference between a sample score of the bundle and that of the run. The
 second limit is for 16-bit arithmetic, whose results vary between CPUs.
 """
-
-
-def check_new(folder: Path) -> None:
-    """Raise ConfigError if the output folder of an export exists."""
-    if folder.exists():
-        raise ConfigError(f"--output {folder} already exists; use a new folder")
 
 
 def write_export(
@@ -190,19 +182,3 @@ def check_unscored(rows: RowFormat, split: str | None, path: Path | None) -> Non
             f"--score: {rows} rows can reduce the AUC, which only a labeled set can show, got "
             f"{path}; use --score with a labeled set"
         )
-
-
-def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str, Any]:
-    """Describe the source of the values, for model.json."""
-    return {
-        "checkpoint": digest_of(checkpoint.index),
-        "trained": {
-            "vocabulary": vocabulary_digest,
-            "config": checkpoint.documents.get("config"),
-        },
-    }
-
-
-def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the run, step, and delta number that identify the values."""
-    return {"run": checkpoint.run, "step": checkpoint.step, "delta": 0}

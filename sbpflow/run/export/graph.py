@@ -42,15 +42,6 @@ def example_inputs(
     return tuple(torch.zeros(_ROWS, n, dtype=dtype) for n in (*widths.values(), num_dense))
 
 
-def traced(module: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    """Trace a module that takes variadic inputs, for any number of rows."""
-    rows = torch.export.Dim("rows")
-    with torch.no_grad():
-        return torch.export.export(
-            module, inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
-        )
-
-
 def graph_of(
     dense: nn.Module, widths: Mapping[str, int], num_dense: int, dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -59,9 +50,12 @@ def graph_of(
     ``widths`` are the widths of the embedding outputs. Raises ConfigError for a module that cannot
     be traced, or an operation that bundles do not support.
     """
-    module = DenseInputs(dense, tuple(widths))
+    module, rows = DenseInputs(dense, tuple(widths)), torch.export.Dim("rows")
+    inputs = example_inputs(widths, num_dense, dtype)
+    shapes = tuple({0: rows} for _ in inputs)
     try:
-        program = traced(module, example_inputs(widths, num_dense, dtype))
+        with torch.no_grad():
+            program = torch.export.export(module, inputs, dynamic_shapes=(shapes,))
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model: torch.export cannot trace the dense part: {str(error).splitlines()[0]}; "

@@ -16,7 +16,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
-from sbpflow.run.export.row_formats import RowFormat, Rows, SavedRows, make_rows
+from sbpflow.run.export.row_formats import Rows, SavedRows
 from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec, check_buffers
 from sbpflow.runtime.random.streams import GAMMA, mix
 from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
@@ -83,23 +83,6 @@ class PlainModel(nn.Module):
             self.add_module(_module_name(name), rows)
         self.dense = dense
 
-    def rows_of(self, table: str) -> Rows | SavedRows:
-        """Return the rows of the table with this name."""
-        rows = self.get_submodule(_module_name(table))
-        if not isinstance(rows, Rows | SavedRows):
-            raise RuntimeError(f"{table} is not the name of a table of this model")
-        return rows
-
-    def stored(self) -> dict[str, Tensor]:
-        """Return all values by logical name: ``tables/T``, and ``dense/P`` including buffers."""
-        tables = {
-            f"tables/{table.name}{suffix}": value
-            for table in self.tables
-            for suffix, value in self.rows_of(table.name).stored().items()
-        }
-        dense = self.dense.state_dict().items()
-        return tables | {f"dense/{name}": value.contiguous() for name, value in dense}
-
     def forward(self, ids: Tensor, dense: Tensor, bags: Mapping[str, Bag]) -> Tensor:
         """Compute logits [rows]."""
         vectors = {output.name: self._output(output, ids, bags) for output in self._outputs}
@@ -120,7 +103,7 @@ class PlainModel(nn.Module):
         self, table: TableConfig, name: str, ids: Tensor, bags: Mapping[str, Bag]
     ) -> Tensor:
         """Look up one feature in one table; return the pooled vectors [rows, dim]."""
-        rows = self.rows_of(table.name)
+        rows = self.get_submodule(_module_name(table.name))
         if name in bags:
             values, lengths, *weights = bags[name]
             vectors = rows(self._rows(name, values, table.num_rows))
@@ -196,62 +179,15 @@ def matrix_and_bags(
     return matrix, bags
 
 
-def plain_model(
-    spec: ModelSpec,
-    plan: EmbeddingPlan,
-    read: ReadState,
-    *,
-    saved: Container[str],
-    num_dense: int,
-    seed: int,
-    row_format: RowFormat = "as_trained",
-    addresses: Addresses | None = None,
-) -> PlainModel:
-    """Build the model for ``num_dense`` dense fields, with values from ``read``.
-
-    ``read`` returns the whole tensor with a logical name, ``tables/T`` or ``dense/P``; tables are
-    [rows, dim]. ``saved`` contains all names; buffers of the dense part that ``saved`` does not
-    contain keep their values. Each table is read once, converted to ``row_format``, and released.
-    Raises ConfigError if the model has no ``plain`` method, or one that does not match its spec.
-    """
-    dense = dense_part(spec, plan, read, saved, seed)
-    tables = {
-        table.name: make_rows(table.name, read(f"tables/{table.name}"), row_format, plan.dtype)
-        for table in plan.tables
-    }
-    hashed = spec.hashed_columns
-    return PlainModel(plan, hashed, tables, dense, num_dense, addresses or {}).eval()
-
-
-def saved_rows_model(
-    spec: ModelSpec,
-    plan: EmbeddingPlan,
-    read: ReadRows,
-    dense: nn.Module,
-    *,
-    num_dense: int,
-    row_format: RowFormat,
-    addresses: Addresses,
-) -> PlainModel:
-    """Build a model that reads single rows with ``read`` instead of loading whole tables, for
-    scoring a few rows.
-    """
-
-    def rows(table: TableConfig) -> SavedRows:
-        name = f"tables/{table.name}"
-        return SavedRows(
-            table.name, lambda at: read(name, at), table.num_rows, row_format, plan.dtype
-        )
-
-    tables = {t.name: rows(t) for t in plan.tables}
-    hashed = spec.hashed_columns
-    return PlainModel(plan, hashed, tables, dense, num_dense, addresses).eval()
-
-
 def dense_part(
     spec: ModelSpec, plan: EmbeddingPlan, read: ReadState, saved: Container[str], seed: int
 ) -> nn.Module:
-    """Build the dense part as an ordinary module with the trained values."""
+    """Build the dense part as an ordinary module with the trained values.
+
+    ``read`` returns the whole tensor with a logical name, ``dense/P``. ``saved`` contains all
+    names; buffers that ``saved`` does not contain keep their values. Raises ConfigError if the
+    model has no ``plain`` method, or one that does not match its spec.
+    """
     if not hasattr(spec, "plain"):
         raise ConfigError(
             f"model: {type(spec).__name__} has no method plain(seed), which must return its dense "

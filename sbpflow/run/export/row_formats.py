@@ -62,12 +62,6 @@ class SavedRows(nn.Module):
         self._row_format: RowFormat = row_format
         self._dtype = dtype
 
-    def stored(self) -> dict[str, Tensor]:
-        """Raise RuntimeError: the rows are not in memory."""
-        raise RuntimeError(
-            f"table {self._name}: the rows are not in memory; read them from the checkpoint"
-        )
-
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
 
