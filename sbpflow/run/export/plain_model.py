@@ -215,9 +215,10 @@ def plain_model(
     """Build the model for ``num_dense`` dense fields, with values from ``read``.
 
     ``read`` returns the whole tensor with a logical name, ``tables/T`` or ``dense/P``; tables are
-    [rows, dim]. ``saved`` contains all names; buffers of the dense part that ``saved`` does not
-    contain keep their values. Each table is read once, converted to ``row_format``, and released.
-    Raises ConfigError if the model has no ``plain`` method, or one that does not match its spec.
+    [rows, dim]. ``saved`` contains all names; frozen parameters and buffers of the dense part that
+    ``saved`` does not contain keep their values. Each table is read once, converted to
+    ``row_format``, and released. Raises ConfigError if the model has no ``plain`` method, or one
+    that does not match its spec.
     """
     dense = dense_part(spec, plan, read, saved, seed)
     tables = {
@@ -283,9 +284,9 @@ def dense_part(
                     "shape of the spec"
                 )
             parameters[name].copy_(read(f"dense/{name}").reshape(expected.shape))
-        for name, buffer in module.named_buffers():
-            if f"dense/{name}" in saved:
-                buffer.copy_(read(f"dense/{name}").reshape(buffer.shape))
+        for name, value in (*parameters.items(), *module.named_buffers()):
+            if name not in spec.parameters and f"dense/{name}" in saved:
+                value.copy_(read(f"dense/{name}").reshape(value.shape))
     return module.requires_grad_(False)
 
 

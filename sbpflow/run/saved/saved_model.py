@@ -272,10 +272,10 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
     """
     tables = [table for out in job.plan.embeddings.outputs for table in out.tables]
     wanted = {f"tables/{table.name}" for table in tables}
-    wanted |= {f"dense/{name}" for name in (*job.model.parameters, *job.model.buffers)}
+    wanted |= {f"dense/{name}" for name in job.copies}
     state = {
         name: tensor
-        for name, tensor in job.state().items()
+        for name, tensor in job.state_in(checkpoint).items()
         if name in wanted or name.startswith("vocabularies/")
     }
     for name, tensor in state.items():
