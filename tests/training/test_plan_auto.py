@@ -202,6 +202,7 @@ def test_planned_runs_resume_without_planner_or_plan_file(
     found, config, plan = saved(Path(f"{folder}0"))
     _, laid = saved_layouts(found, config, 1)
     assert set(laid) == {escape(name) for name in plan.layouts}
+    assert {rule.comm_dtype for rule in laid.values()} == {None}, "parallel.comm_dtype applies"
     assert saved_layouts(found, config, 2) == (config, {"*": TableRule(sbp="S(0)")})
     other = replace(config, parallel=replace(config.parallel, plan="other.yaml"))
     assert saved_layouts(found, other, 1) == (other, None)

@@ -161,7 +161,11 @@ def saved_layouts(
         config = replace(config, parallel=parallel)
     if not given["plan"] or config.parallel.plan != saved.get("plan"):
         return config, None
-    return config, _planned_rules(checkpoint, world_size, hosts)
+    default = saved.get("comm_dtype") or saved.get("dtype")
+    return config, {
+        pattern: replace(rule, comm_dtype=None) if rule.comm_dtype == default else rule
+        for pattern, rule in _planned_rules(checkpoint, world_size, hosts).items()
+    }
 
 
 def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
