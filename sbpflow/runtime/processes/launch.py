@@ -165,6 +165,10 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     """
     if isinstance(error, MESSAGE_ERRORS):
         return Reason("mistake", str(error)), EXIT_MISTAKE
+    if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reason = f"too many open files: a process may open {limit}; raise this limit (ulimit -n)"
+        return Reason("mistake", reason), EXIT_MISTAKE
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"
         return Reason("mistake", reason), EXIT_MISTAKE
