@@ -229,9 +229,11 @@ def test_a_kernel_that_supports_no_table_is_refused():
         choose_kernels(plan, "fbgemm")
 
 
-def test_functions_of_kernels_that_do_not_exist_are_named(monkeypatch):
+@pytest.mark.parametrize(
+    "place", ["tests.embedding.own_rule_loops:scaled_momentun", "tests.no_loops:scaled_momentum"]
+)
+def test_functions_of_kernels_that_do_not_exist_are_named(monkeypatch, place):
     pytest.importorskip("numba")
-    place = "tests.embedding.own_rule_loops:scaled_momentun"
     monkeypatch.setattr(ScaledMomentum, "kernels", {"numba": place})
     with pytest.raises(SbpError, match=rf"kernels\['numba'\] is '{place}'"):
         kernel_function(RULE, "numba")
