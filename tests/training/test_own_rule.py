@@ -6,7 +6,7 @@ priced. Kernels that do not support it are not chosen.
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -251,6 +251,15 @@ def test_mistakes_in_state_declarations_are_named(monkeypatch):
         ConfigError, match=r"state contains column, elements; use element .* or row"
     ):
         ScaledMomentum()
+
+
+def test_constants_that_cannot_be_compared_are_named():
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Mapped(ScaledMomentum):
+        factors: dict[str, float] = field(default_factory=dict)
+
+    with pytest.raises(ConfigError, match="factors is a dict; use a number, a string, or a tuple"):
+        Mapped()
 
 
 def test_a_user_optimizer_is_planned_and_priced():
