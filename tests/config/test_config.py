@@ -158,6 +158,7 @@ MISTAKES = {
         "train.plateau.factor must be > 0 and < 1, got 1.0",
         "factor: 0.1",
     ],
+    "train.plateau.min_factor=1": ["train.plateau.min_factor must be > 0 and < 1, got 1"],
     "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
     "train.prometheus.host=''": ["train.prometheus.host is empty", "host: 127.0.0.1"],
     "train.slices=C1": ["train.slices: C1 (str) is not a list"],
