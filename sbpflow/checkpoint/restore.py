@@ -183,11 +183,21 @@ def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle)
     if isinstance(values, StoredRows):
         _write(checkpoint, name, place, values)
     elif values.is_contiguous():
-        checkpoint.read_into(name, place, values)
+        _read(checkpoint, name, place, values)
     else:
         contiguous = torch.empty(values.shape, dtype=values.dtype)
-        checkpoint.read_into(name, place, contiguous)
+        _read(checkpoint, name, place, contiguous)
         values.copy_(contiguous)
+
+
+def _read(checkpoint: Checkpoint, name: str, place: Place, values: Tensor) -> None:
+    checkpoint.read_into(name, place, values)
+    narrows = values.dtype == torch.float16 != checkpoint.saved(name).dtype
+    if narrows and not bool(values.isfinite().all()):
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} has values that float16 cannot represent (its largest is "
+            "65,504); use parallel.table_dtype: bfloat16, or the table_dtype of the saved run"
+        )
 
 
 def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
@@ -197,7 +207,7 @@ def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) 
     for part in values.split(max(1, BLOCK_BYTES * checkpoint.chain_length // row_bytes)):
         rows = torch.empty(part.shape, dtype=part.dtype)
         stop = start + part.shape[0]
-        checkpoint.read_into(name, replace(place, row_start=start, row_stop=stop), rows)
+        _read(checkpoint, name, replace(place, row_start=start, row_stop=stop), rows)
         part.write(rows)
         start = stop
 

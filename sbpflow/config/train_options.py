@@ -41,7 +41,7 @@ class PlateauConfig:
     ] = 0.1
     min_factor: Annotated[
         float,
-        Range(above=0, high=1),
+        Range(above=0, below=1),
         Key("results", "Lower bound of the product of all reductions."),
     ] = 0.001
 

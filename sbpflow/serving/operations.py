@@ -15,22 +15,22 @@ from torch import Tensor
 
 OPERATIONS = frozenset(
     "_softmax _to_copy abs add addcdiv addcmul addmm alias amax amin arange argmax argmin "
-    "avg_pool1d avg_pool2d baddbmm batch_norm bmm cat celu ceil chunk clamp clamp_max clamp_min "
-    "clone concat contiguous conv1d conv2d convolution cos cosine_similarity cumsum detach "
-    "diagonal div dot dropout einsum elu embedding embedding_bag empty_like eq erf exp expand "
-    "expand_as expm1 eye feature_dropout fill flatten flip floor floor_divide full full_like "
-    "gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add index_select "
-    "instance_norm isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy "
+    "avg_pool1d avg_pool2d baddbmm batch_norm bilinear bmm cat ceil celu chunk clamp clamp_max "
+    "clamp_min clone concat contiguous conv1d conv2d convolution cos cosine_similarity cumsum "
+    "detach diagonal div dot dropout einsum elu embedding embedding_bag empty_like eq erf exp "
+    "expand expand_as expm1 eye feature_dropout fill flatten flip floor floor_divide full "
+    "full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh index index_add "
+    "index_select instance_norm isfinite isinf isnan layer_norm le leaky_relu lerp lift_fresh_copy "
     "linalg_vector_norm linear log log10 log1p log2 log_sigmoid log_softmax logical_and "
-    "logical_not logical_or logsumexp lt masked_fill matmul max max_pool1d max_pool2d maximum "
-    "mean min minimum mish mm movedim mul mv narrow ne neg new_empty new_full new_ones new_zeros "
-    "norm normalize ones ones_like outer permute pow prelu prod reciprocal relu relu6 remainder "
-    "repeat repeat_interleave reshape rms_norm roll round rsqrt rsub scalar_tensor "
-    "scaled_dot_product_attention scatter scatter_add select select_scatter selu sigmoid sign "
-    "silu sin slice slice_scatter softmax softplus sort split split_with_sizes sqrt square "
-    "squeeze stack std sub sum swapaxes t take tan tanh tensordot tile to topk transpose tril "
-    "tril_indices triu triu_indices type_as unbind unfold unsqueeze upsample_nearest1d var "
-    "var_mean view view_as where zeros zeros_like".split()
+    "logical_not logical_or logsumexp lt masked_fill matmul max max_pool1d max_pool2d maximum mean "
+    "min minimum mish mm movedim mul mv narrow ne neg new_empty new_full new_ones new_zeros norm "
+    "normalize ones ones_like outer permute pow prelu prod reciprocal relu relu6 remainder repeat "
+    "repeat_interleave reshape rms_norm roll round rsqrt rsub scalar_tensor "
+    "scaled_dot_product_attention scatter scatter_add select select_scatter selu sigmoid sign silu "
+    "sin slice slice_scatter softmax softplus sort split split_with_sizes sqrt square squeeze "
+    "stack std sub sum swapaxes t take tan tanh tensordot tile to topk transpose tril tril_indices "
+    "triu triu_indices type_as unbind unfold unsqueeze upsample_nearest1d var var_mean view "
+    "view_as where zeros zeros_like".split()
 )
 """The torch operations that a dense part may use. Outside training, none of them has side effects
 or draws random numbers.

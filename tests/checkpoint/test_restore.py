@@ -130,6 +130,24 @@ def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
         assert torch.equal(again.tensor(name), kept.to(value.dtype)), name
 
 
+def too_large(world: World, folder: Path) -> str:
+    wide, narrow = (make_config(scheme, "sgd", dtype="float32") for scheme in ("1", "3"))
+    narrow = replace(narrow, parallel=replace(narrow.parallel, table_dtype="float16"))
+    job = job_of(world, wide, FIELDS)
+    train(world, job, 1)
+    for held in job.embeddings.stored():
+        held.weights.fill_(1e5)
+    path = save(job, folder, 3)
+    with pytest.raises(CheckpointError) as caught:
+        job_of(world, narrow, FIELDS).restore(open_checkpoint(path))
+    return str(caught.value)
+
+
+def test_values_that_float16_cannot_represent_are_refused(ranks, memory):
+    for message in ranks(2, too_large, memory):
+        assert "has values that float16 cannot represent" in message
+
+
 def test_relation_of_a_data_set_to_that_of_a_checkpoint():
     saved = {"path": "a", "fingerprint": "f1", "content_id": "c1", "vocabulary_digest": "v1"}
     facts = DataFacts(

@@ -157,6 +157,7 @@ MISTAKES = {
         "train.plateau.factor must be > 0 and < 1, got 1.0",
         "factor: 0.1",
     ],
+    "train.plateau.min_factor=1": ["train.plateau.min_factor must be > 0 and < 1, got 1"],
     "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
     "train.prometheus.host=''": ["train.prometheus.host is empty", "host: 127.0.0.1"],
     "train.slices=C1": ["train.slices: C1 (str) is not a list"],
@@ -173,7 +174,8 @@ MISTAKES = {
     "model.dropout=1": ["model.dropout must be >= 0 and < 1, got 1 ", "< 1", "dropout: 0.5"],
     "optimizer.dense.lr=fast": ["optimizer.dense.lr: fast (str)", "finite number", "lr: 0.001"],
     "optimizer.dense.lr=.nan": ["optimizer.dense.lr: .nan", "finite number"],
-    "optimizer.dense.lr=0": ["optimizer.dense.lr must be > 0, got 0", "> 0"],
+    "optimizer.dense.lr=0": ["optimizer.dense.lr must be > 0 and <= 1e+30, got 0", "> 0"],
+    "optimizer.dense.lr=1e300": ["optimizer.dense.lr must be > 0 and <= 1e+30, got '1e300'"],
     "optimizer.dense.betas=[0.9]": ["optimizer.dense.betas: [0.9]", "betas: [0.9, 0.999]"],
     "optimizer.schedule={decay_start: 20, end_factor: 0.0}": [
         "optimizer.schedule.decay_start: 20",

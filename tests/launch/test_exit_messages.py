@@ -1,5 +1,6 @@
 """Tests the messages and exit codes of errors, without processes."""
 
+import resource
 import threading
 from unittest.mock import Mock
 
@@ -90,6 +91,9 @@ def test_without_the_store_ranks_of_this_machine_are_not_blamed():
     assert text.endswith("(closed by peer; the store at a:1 is silent)")
 
 
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "text", "code"),
     [
@@ -116,6 +120,12 @@ def test_without_the_store_ranks_of_this_machine_are_not_blamed():
             MemoryError(),
             "mistake",
             f"out of memory: the system has no more memory; {_NEED_LESS}",
+            2,
+        ),
+        (
+            RuntimeError("[gloo/transport/tcp/socket.cc:24] socket: Too many open files"),
+            "mistake",
+            f"too many open files: a process may open {OPEN_FILES}; raise this limit (ulimit -n)",
             2,
         ),
         (torch.OutOfMemoryError("3 GiB\n!"), "mistake", f"out of memory: 3 GiB; {_NEED_LESS}", 2),

@@ -253,6 +253,34 @@ run_main(lambda: dispatch("prog", {{"show": show}}, ["show"]))
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_help_ends_quietly_if_its_output_pipe_is_closed(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sbpflow", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("0", 0, ""),
+        ("ConfigError('no')", 2, "\nerror: no\n"),
+    ],
+)
+def test_a_program_whose_output_is_closed_keeps_its_exit_code(end, code, message):
+    """Services may start a program with a closed standard output, as `>&-` does."""
+    program = "from sbpflow.errors import ConfigError\n"
+    program += "from sbpflow.runtime.processes.launch import run_main\n"
+    program += f"def main():\n    print('a line')\n    end = {end}\n"
+    program += "    if end:\n        raise end\n    return end\n\nrun_main(main)\n"
+    words = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (code, message)
+
+
 @pytest.mark.slow
 def test_a_program_can_start_several_worlds_in_turn(tmp_path):
     script = """

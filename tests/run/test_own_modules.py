@@ -3,6 +3,8 @@
 import os
 import weakref
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
+from sbpflow.embedding.state import LogicalTensor
 from sbpflow.errors import SbpError
 from sbpflow.run.execution.job import start_job
+from sbpflow.run.export.plain_model import dense_part
 from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.processes.garbage import collecting_later
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.placement import Placement
 from sbpflow.tensor.global_tensor import replicated
+from sbpflow.training.health import check_replicas
 from tests.run.test_torch_model import DIM, FIELDS, Net, config, run
 
 
@@ -117,3 +125,72 @@ def test_what_make_leaves_in_cycles_is_freed_though_a_run_starts_without_collect
         spec.build(layouts, Boxing(world), seed=1, dtype=torch.float32)
         assert len(freed) == 2
         assert all(each() is None for each in freed)
+
+
+class Loaded(Net):
+    """A net with constants whose values come from outside, such as a file that may change."""
+
+    value = 2.0
+
+    def __init__(self) -> None:
+        super().__init__(norm=nn.BatchNorm1d)
+        self.norm.weight.requires_grad_(False).fill_(self.value)
+        self.frozen = nn.Parameter(torch.full((2, 3), self.value), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(self.value))
+        self.register_buffer("mask", torch.tensor([True, self.value > 1]))
+        self.register_buffer("order", torch.tensor([int(self.value)], dtype=torch.int16))
+        self.register_buffer("made", torch.tensor(self.value), persistent=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    name: str = "own"
+
+    def spec(self, fields: Fields) -> TorchModel:
+        return TorchModel(outputs=(embedding_output("deep", fields.sparse, dim=DIM),), make=Loaded)
+
+
+def constants_of(module: nn.Module) -> dict[str, object]:
+    names = ("norm.weight", "frozen", "scale", "mask", "order", "made")
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensors[name].tolist() for name in names}
+
+
+def load_constants(world: World, folder: Path) -> dict[str, dict[str, object]]:
+    """Save a job, change the values that ``make`` returns, and load the checkpoint in all ways."""
+    given, boxing = config("3", LoadedModel()), Boxing(world)
+    job = start_job(given, FIELDS, boxing)
+    run(job, world)
+    check_replicas(job.copies, job.embeddings, boxing)
+
+    def without_constants() -> dict[str, LogicalTensor]:
+        absent = {f"dense/{name}" for name in job.constants}
+        return {name: value for name, value in job.state().items() if name not in absent}
+
+    saver = partial(Saver, boxing=boxing, run="r", deadline_s=60)
+    saved = open_checkpoint(saver(folder / "new", state=job.state).save(1, {}))
+    old = open_checkpoint(saver(folder / "old", state=without_constants).save(1, {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loaded, "value", 0.5)
+        resumed, predicting, of_old = (start_job(given, FIELDS, boxing) for _ in range(3))
+        resumed.restore(saved)
+        load_values(predicting, saved)
+        of_old.restore(old)
+        spec, plan = given.model.spec(FIELDS), job.plan.embeddings
+        plain = dense_part(spec, plan, saved.tensor, saved.tensors, given.run.seed)
+    modules = {"trained": job.model.module, "resumed": resumed.model.module, "plain": plain}
+    modules |= {"predicting": predicting.model.module, "old": of_old.model.module}
+    return {name: constants_of(module) for name, module in modules.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_checkpoints_contain_frozen_parameters_and_persistent_buffers(ranks, memory, size):
+    for name in ("new", "old"):
+        (memory / name).mkdir()
+    for found in ranks(size, load_constants, memory):
+        wanted = {**found["trained"], "made": 0.5}
+        assert (wanted["scale"], wanted["mask"], wanted["order"]) == (2.0, [True, True], [2])
+        for way in ("resumed", "predicting", "plain"):
+            assert found[way] == wanted
+        assert found["old"]["norm.weight"] == [0.5] * 9
+        assert found["old"]["scale"] == 0.5

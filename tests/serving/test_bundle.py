@@ -310,6 +310,23 @@ def test_operations_in_place_are_replaced():
         torch.testing.assert_close(got, module({"deep": vectors}, dense))
 
 
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Bilinear(4, 3, 1)
+
+    def forward(self, vectors, dense):
+        return self.pairs(vectors["deep"], dense)
+
+
+def test_bilinear_layers_are_exported():
+    module = Pairs().requires_grad_(False)
+    content, weights = graph_of(module, {"deep": 4}, 3, torch.float32)
+    vectors, dense = torch.randn(5, 4), torch.randn(5, 3)
+    got = Graph(content).bind(weights)({"vectors.deep": vectors, "dense": dense})
+    torch.testing.assert_close(got, module({"deep": vectors}, dense))
+
+
 class Branches(nn.Module):
     def forward(self, vectors, dense):
         return dense.sum(1) if dense.sum() > 0 else vectors["deep"].sum(1)

@@ -6,7 +6,7 @@ priced. Kernels that do not support it are not chosen.
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -229,9 +229,11 @@ def test_a_kernel_that_supports_no_table_is_refused():
         choose_kernels(plan, "fbgemm")
 
 
-def test_functions_of_kernels_that_do_not_exist_are_named(monkeypatch):
+@pytest.mark.parametrize(
+    "place", ["tests.embedding.own_rule_loops:scaled_momentun", "tests.no_loops:scaled_momentum"]
+)
+def test_functions_of_kernels_that_do_not_exist_are_named(monkeypatch, place):
     pytest.importorskip("numba")
-    place = "tests.embedding.own_rule_loops:scaled_momentun"
     monkeypatch.setattr(ScaledMomentum, "kernels", {"numba": place})
     with pytest.raises(SbpError, match=rf"kernels\['numba'\] is '{place}'"):
         kernel_function(RULE, "numba")
@@ -249,6 +251,15 @@ def test_mistakes_in_state_declarations_are_named(monkeypatch):
         ConfigError, match=r"state contains column, elements; use element .* or row"
     ):
         ScaledMomentum()
+
+
+def test_constants_that_cannot_be_compared_are_named():
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Mapped(ScaledMomentum):
+        factors: dict[str, float] = field(default_factory=dict)
+
+    with pytest.raises(ConfigError, match="factors is a dict; use a number, a string, or a tuple"):
+        Mapped()
 
 
 def test_a_user_optimizer_is_planned_and_priced():

@@ -202,6 +202,7 @@ def test_planned_runs_resume_without_planner_or_plan_file(
     found, config, plan = saved(Path(f"{folder}0"))
     _, laid = saved_layouts(found, config, 1)
     assert set(laid) == {escape(name) for name in plan.layouts}
+    assert {rule.comm_dtype for rule in laid.values()} == {None}, "parallel.comm_dtype applies"
     assert saved_layouts(found, config, 2) == (config, {"*": TableRule(sbp="S(0)")})
     other = replace(config, parallel=replace(config.parallel, plan="other.yaml"))
     assert saved_layouts(found, other, 1) == (other, None)
@@ -297,11 +298,14 @@ def test_a_run_on_described_hosts_saves_them_and_predicts_without_the_file(synth
 
 def test_automatic_layouts_on_missing_ranks_are_replaced():
     text = '{"deep.C1": {"sbp": "B", "ranks": [1]}, "deep.C2": {"sbp": "S(0)", "ranks": [0]}, '
+    text += '"deep.C4": {"sbp": "S(1)", "ranks": [0, 1], "exchange": "unique"}, '
     text += '"deep.C3": {"sbp": "S(0)", "sizes": [3, 9]}}'
     config = load_config(CONFIG, [f"parallel.tables={text}"], models=MODELS)
     run = SimpleNamespace(documents={"config": plain(config)})
     there, _ = saved_layouts(run, config, 2)
     assert there == config
+    more, _ = saved_layouts(run, config, 4)  # this exchange needs the columns on all ranks
+    assert more.parallel.tables["deep.C4"] == TableRule(sbp="S(0)")
     laid, planned = saved_layouts(run, config, 1)
     assert planned is None
     for name in ("deep.C1", "deep.C3"):

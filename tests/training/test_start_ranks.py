@@ -91,7 +91,7 @@ def test_a_mistake_is_one_message_and_exit_status_2(started, tmp_path, ranks):
     text = output_of(done, 60)
     assert done.returncode == 2
     (line,) = filter(None, text.splitlines())
-    assert "optimizer.dense.lr must be > 0, got -1" in line
+    assert "optimizer.dense.lr must be > 0 and <= 1e+30, got -1" in line
 
 
 @pytest.mark.slow

@@ -127,7 +127,12 @@ def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Calla
             f"kernel {kernel} does not support {optimizer.name}; use parallel.kernel: torch"
         )
     module, _, name = path.partition(":")
-    function = getattr(import_module(module), name, None)
+    try:
+        function = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module exists, but it imports another module that is missing
+        function = None
     if not callable(function):
         raise SbpError(
             f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, but this "

@@ -20,7 +20,7 @@ from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.execution.servers import join_servers
 from sbpflow.run.execution.warm_up import warm_up
 from sbpflow.run.model.spec import Fields, ModelSpec
-from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.model.torch_model import TorchModel, TorchPart
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.kernels import with_measured_kernels
 from sbpflow.run.planning.plan import RunPlan
@@ -48,21 +48,47 @@ class Job:
     boxing: Boxing
 
     @property
+    def constants(self) -> dict[str, GlobalTensor]:
+        """Return the frozen parameters and persistent buffers of a torch module."""
+        return self.model.saved_constants if isinstance(self.model, TorchPart) else {}
+
+    @property
     def copies(self) -> dict[str, GlobalTensor]:
-        """Return all dense tensors (parameters and buffers), which ``check_replicas`` compares."""
-        return {**self.model.parameters, **self.model.buffers}
+        """Return all dense tensors (parameters, buffers, and constants), which ``check_replicas``
+        compares.
+        """
+        return {**self.model.parameters, **self.model.buffers, **self.constants}
 
     def state(self) -> dict[str, LogicalTensor]:
-        """Return all state that training changes, by logical name.
+        """Return all state that a checkpoint contains, by logical name.
 
         The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
-        is a parameter or a buffer, such as the running mean of a batch norm; names of the state of
-        growing fields begin with ``vocabularies/``. Each value describes the full shape and this
-        rank's rectangles.
+        is a parameter, a buffer, such as the running mean of a batch norm, or a constant; names of
+        the state of growing fields begin with ``vocabularies/``. Each value describes the full
+        shape and this rank's rectangles.
         """
         model = self.model
-        dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
+        buffers = {**model.buffers, **self.constants}
+        dense = dense_state(model.parameters, buffers, self.trainer.optimizer)
         return {**self.embeddings.state(), **dense}
+
+    def state_in(self, checkpoint: Checkpoint) -> dict[str, LogicalTensor]:
+        """Return the state to restore from a checkpoint.
+
+        If an earlier version wrote the checkpoint, it lacks the constants of a torch module. They
+        are left out with a warning, and keep the values from ``make``.
+        """
+        state = self.state()
+        absent = [name for name in self.constants if f"dense/{name}" not in checkpoint.tensors]
+        for name in absent:
+            del state[f"dense/{name}"]
+        if absent and self.boxing.world.rank == 0:
+            logger.warning(
+                "%s does not contain the frozen parameters or buffers %s; they have the values "
+                "that make returned",
+                *(checkpoint.path, ", ".join(absent[:3]) + ", ..." * (len(absent) > 3)),
+            )
+        return state
 
     def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
         """Restore all state and the step number from a checkpoint of any layout.
@@ -74,7 +100,7 @@ class Job:
         """
         self.trainer.drain()
         begin_state(self.trainer.optimizer, checkpoint.step)
-        state = self.state()
+        state = self.state_in(checkpoint)
         check_fits(checkpoint, state, grown=grown)
         restore(checkpoint, state)
         self.trainer.num_steps = checkpoint.step

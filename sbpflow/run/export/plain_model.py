@@ -213,9 +213,9 @@ def dense_part(
                     "shape of the spec"
                 )
             parameters[name].copy_(read(f"dense/{name}").reshape(expected.shape))
-        for name, buffer in module.named_buffers():
-            if f"dense/{name}" in saved:
-                buffer.copy_(read(f"dense/{name}").reshape(buffer.shape))
+        for name, value in (*parameters.items(), *module.named_buffers()):
+            if name not in spec.parameters and f"dense/{name}" in saved:
+                value.copy_(read(f"dense/{name}").reshape(value.shape))
     return module.requires_grad_(False)
 
 

@@ -187,7 +187,8 @@ class ExportableSpec(ModelSpec, Protocol):
         ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields]. The result
         equals the logits, [rows] or [rows, 1], of the dense part from ``build``. The module must
         use only torch, and ``torch.export`` must be able to trace it. The caller fills the
-        parameters; all other tensors may depend only on ``seed``.
+        parameters, and the buffers that checkpoints contain; all other tensors may depend only on
+        ``seed``.
         """
         ...
 

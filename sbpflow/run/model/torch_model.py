@@ -154,7 +154,7 @@ class TorchPart:
         self.module = module
         self._autocast = autocast
         self._row_loss = row_loss
-        self._world = boxing.world
+        self._boxing, self._world = boxing, boxing.world
         self._batches = 0
         self.parameters: dict[str, GlobalTensor] = {}
         for name, value in _leaves(module):
@@ -166,14 +166,27 @@ class TorchPart:
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
         self._norms = norms_of(module)
         line = Placement.line(boxing.world.device.type, boxing.world.size)
-        whole = Layout(line, (Broadcast(),))
-        self.buffers = buffers_of(self._norms, whole, boxing)
-        # Frozen parameters and buffers are not saved; they must be the same at each ``make``.
-        frozen = {n: value for n, value in module.named_parameters() if not value.requires_grad}
-        self.constants = {
-            plain_name(name): GlobalTensor(value.detach(), whole, tuple(value.shape), boxing)
-            for name, value in (frozen | self._own_buffers()).items()
+        self._whole = Layout(line, (Broadcast(),))
+        self.buffers = buffers_of(self._norms, self._whole, boxing)
+        self._persistent = frozenset(map(plain_name, module.state_dict()))
+
+    @property
+    def constants(self) -> dict[str, GlobalTensor]:
+        """Return the frozen parameters, and the buffers except those of global batch norms."""
+        named = (*self.module.named_parameters(), *self._own_buffers().items())
+        return {
+            plain_name(name): GlobalTensor(
+                value.detach(), self._whole, tuple(value.shape), self._boxing
+            )
+            for name, value in named
+            if plain_name(name) not in self.parameters
         }
+
+    @property
+    def saved_constants(self) -> dict[str, GlobalTensor]:
+        """Return the constants that checkpoints contain: all except non-persistent buffers."""
+        constants = self.constants.items()
+        return {name: value for name, value in constants if name in self._persistent}
 
     def forward(
         self,

@@ -28,6 +28,7 @@ from sbpflow.config.parse import plain
 from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import Hosts, ParallelConfig, TableRule, rule_of
+from sbpflow.embedding.plan.exchanges import legal_exchanges
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.plan.vocabularies import vocabulary_name
 from sbpflow.embedding.rules.base import KernelRequest
@@ -38,6 +39,7 @@ from sbpflow.run.model.spec import ModelSpec
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.runtime.files.remote_path import AnyPath
+from sbpflow.sbp.layout import Layout
 
 
 def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
@@ -161,7 +163,11 @@ def saved_layouts(
         config = replace(config, parallel=parallel)
     if not given["plan"] or config.parallel.plan != saved.get("plan"):
         return config, None
-    return config, _planned_rules(checkpoint, world_size, hosts)
+    default = saved.get("comm_dtype") or saved.get("dtype")
+    return config, {
+        pattern: replace(rule, comm_dtype=None) if rule.comm_dtype == default else rule
+        for pattern, rule in _planned_rules(checkpoint, world_size, hosts).items()
+    }
 
 
 def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -178,9 +184,18 @@ def _fitting(rule: TableRule, world_size: int, hosts: Hosts | None) -> TableRule
 
 
 def _needs_other_ranks(rule: TableRule, world_size: int, hosts: Hosts | None) -> bool:
-    """Return whether a rule names ranks that this world lacks, or needs another number of ranks or,
-    for two hops, other hosts.
+    """Return whether a rule names ranks that this world lacks, or needs another number of ranks
+    (also for its exchange) or, for two hops, other hosts.
     """
+    if _names_other_ranks(rule, world_size, hosts):
+        return True
+    if rule.exchange is None or rule.splits_rows_twice:
+        return False
+    layout = Layout(rule.placement("", "cpu", world_size, hosts), rule.parsed(""))
+    return rule.exchange not in legal_exchanges(layout, world_size)
+
+
+def _names_other_ranks(rule: TableRule, world_size: int, hosts: Hosts | None) -> bool:
     if rule.ranks is None:
         uneven = len(set(map(len, hosts or ()))) > 1
         if rule.splits_rows_twice and uneven:
@@ -271,10 +286,10 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
     Raises CheckpointError if a tensor is missing or has a different shape.
     """
     wanted = {f"tables/{table.name}" for table in job.plan.embeddings.tables}
-    wanted |= {f"dense/{name}" for name in (*job.model.parameters, *job.model.buffers)}
+    wanted |= {f"dense/{name}" for name in job.copies}
     state = {
         name: tensor
-        for name, tensor in job.state().items()
+        for name, tensor in job.state_in(checkpoint).items()
         if name in wanted or name.startswith("vocabularies/")
     }
     for name, tensor in state.items():

@@ -40,7 +40,8 @@ Rate = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(low=0)]
 Beta = Annotated[float, Range(low=0, below=1)]
 Count = Annotated[int, Range(low=1)]
-LearningRate = Annotated[Rate, Key("results", "Learning rate.")]
+# torch raises an error for numbers that float32 cannot represent.
+LearningRate = Annotated[float, Range(above=0, high=1e30), Key("results", "Learning rate.")]
 Epsilon = Annotated[
     Rate, Key("results", "Constant added to the denominator of an update to avoid division by 0.")
 ]

@@ -92,14 +92,15 @@ def dispatch(
         raise ConfigError(
             f"unknown command {name!r}{''.join(near)}; use one of {', '.join(commands)}"
         )
-    return until_nobody_reads(lambda: commands[name](argv[1:]))
+    return commands[name](argv[1:])
 
 
 def until_nobody_reads(command: Callable[[], int]) -> int:
     """Run a command that prints; exit quietly if the reader closes stdout, as ``head`` does."""
     try:
         code = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None if the shell closed it, as `>&-` does
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
@@ -129,7 +130,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     exits.watch_signals()
     try:
         exits.meet(Meeting.connect())
-        code = _code_of(main)
+        code = until_nobody_reads(lambda: _code_of(main))
         close_process_groups()
     except SystemExit as error:
         exits.leave(*_exit_of_program(error))
@@ -164,6 +165,10 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     """
     if isinstance(error, MESSAGE_ERRORS):
         return Reason("mistake", str(error)), EXIT_MISTAKE
+    if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reason = f"too many open files: a process may open {limit}; raise this limit (ulimit -n)"
+        return Reason("mistake", reason), EXIT_MISTAKE
     if isinstance(error, OSError) and error.filename is not None:
         reason = f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"
         return Reason("mistake", reason), EXIT_MISTAKE
@@ -307,7 +312,8 @@ class _Exits:
                     sys.stderr.write(f"\n{mark}{reason.text}\n")
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):  # the reader may have closed the pipe
+                # The reader may have closed the pipe; a stream that the shell closed is None.
+                with contextlib.suppress(OSError, AttributeError):
                     stream.flush()
             # ``sys.exit`` is not used: gloo's and NCCL's threads could abort or hang Python's exit.
             os._exit(code)
