@@ -14,9 +14,10 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
@@ -278,12 +279,18 @@ class Dask(Backend):
         config: Any = _required("dask.config", "dask")
         self.lost = (distributed.scheduler.KilledWorker, distributed.client.FutureCancelledError)
         self._workers, self._cluster = workers, None
+        self._opened = ExitStack()
         try:
             if address is None:
                 here = workers or os.cpu_count() or 1
-                # By default, Dask's workers profile themselves every 10 ms and return freed memory
-                # to the system.
+                # By default, Dask's workers profile themselves every 10 ms, return freed memory to
+                # the system, and leave a folder in TMPDIR.
+                parent: str | None = config.get("temporary-directory", None)
+                folder = TemporaryDirectory(
+                    dir=parent, prefix="sbpflow-", ignore_cleanup_errors=True
+                )
                 settings = {
+                    "temporary-directory": self._opened.enter_context(folder),
                     "distributed.worker.profile.enabled": False,
                     "distributed.nanny.pre-spawn-environ": _worker_environment(here),
                 }
@@ -312,6 +319,7 @@ class Dask(Backend):
         self._client.close(timeout=_CLOSE_S)
         if self._cluster is not None:
             self._cluster.close(timeout=_CLOSE_S)
+        self._opened.close()
 
 
 ENGINES: Mapping[str, type[Backend]] = {

@@ -40,12 +40,17 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With several workers, compile kernels once for all workers while they collect tests."""
+    """Collect tests without garbage collection, which would scan the thousands of tests again and
+    again. With several workers, compile kernels once for all workers while they collect tests.
+    """
     worker = getattr(config, "workerinput", None)
+    if worker is None and getattr(config.option, "numprocesses", None):
+        if find_spec("numba"):
+            subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
+        return
+    gc.disable()
     if worker is not None:
         _import_own_part(config, int(worker["workerid"][2:]), worker["workercount"])
-    elif getattr(config.option, "numprocesses", None) and find_spec("numba"):
-        subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
 
 
 def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
@@ -96,6 +101,7 @@ def pytest_collection_finish() -> None:
     """Exempt the thousands of collected tests from garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -88,22 +88,22 @@ class RankPool:
             worker.pipe.send((fn.__module__, fn.__qualname__, args, checked))
         results, errors = self._collect()
         if errors:
-            self.stop()
+            self.stop(limit_s=0.0)  # ranks that wait for a failed rank would not end
             raise RanksFailed(errors)
         # Each process group has a thread that wakes up 100 times per second even if nothing is
         # sent. Between tests, this took an eighth of the machine's time.
         self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.world_size)]
 
-    def stop(self) -> None:
-        """Ask the processes to end, and kill the remaining ones."""
+    def stop(self, limit_s: float = 2.0) -> None:
+        """Ask the processes to end, and kill those that do not end within the time limit."""
         self._signal(signal.SIGCONT)
         for worker in self._workers:
             try:
                 worker.pipe.send(None)
             except OSError:
                 pass
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + limit_s
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.is_alive():

@@ -121,6 +121,17 @@ def test_workers_started_here_share_the_cpus_and_keep_freed_memory(engine):
     assert found == {("1", KEEP_FREED_MEMORY["MALLOC_TRIM_THRESHOLD_"], os.nice(0))}
 
 
+@pytest.mark.slow
+def test_a_dask_cluster_leaves_no_folder(tmp_path, monkeypatch):
+    needs("dask")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with open_engine(EngineOptions("dask", wait_s=120), 1) as engine:
+        assert list(engine.run(str, [1])) == ["1"]
+        (folder,) = tmp_path.iterdir()
+        assert list(folder.iterdir()), "the workers use it"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["ratio:0.6,0.2,0.2", "file:val=day_3*,test=day_4*"])
 def test_the_set_does_not_depend_on_workers_and_groups(tables, tmp_path, monkeypatch, split):

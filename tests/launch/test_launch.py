@@ -33,6 +33,7 @@ class Run:
     def __init__(self, mode: str, folder: Path) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--log-dir", str(folder / "torchrun")]
         self.process = subprocess.Popen(
             [*command, str(ENTRY), mode, str(folder)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

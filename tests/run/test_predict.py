@@ -40,6 +40,7 @@ from sbpflow.runtime.ranks.world import World
 from tests import deadlines
 from tests.data.tables import INF, SCHEMA, SPLIT, table, write_csv
 from tests.run.saved import save_job
+from tests.torchrun import torchrun
 from tests.training.wdl_case import make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -447,8 +448,7 @@ def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
 def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path):
     rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
     source = write_csv(tmp_path / "new.csv", rows)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]
+    command = [*torchrun(tmp_path), "-m", "sbpflow", "predict"]
     done = deadlines.run(
         [*command, *words(run, source, tmp_path / "s.parquet")],
         60,

@@ -3,7 +3,6 @@ file."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from sbpflow.errors import ConfigError
 from tests import deadlines
 from tests.data.tables import INF, table, write_csv
 from tests.run.test_predict import ROOT, _train, prepared, words
+from tests.torchrun import torchrun
 
 BLOCK = ("--block-rows", "40")
 
@@ -174,8 +174,7 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
 def test_two_ranks_write_a_folder_from_the_command_line(run, folder, tmp_path):
     source = folder / "new"
     assert predict(words(run, source, tmp_path / "s.parquet")) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]
+    command = [*torchrun(tmp_path), "-m", "sbpflow", "predict"]
     done = deadlines.run(
         [*command, *words(run, source, tmp_path / "scores", *BLOCK)],
         60,

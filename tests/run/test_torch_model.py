@@ -252,7 +252,7 @@ def expected(make: Callable[[], nn.Module] = Net) -> tuple[list[float], dict[str
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     running = {name: one for name, one in net.named_buffers() if "running" in name}
     return losses, dict(net.named_parameters()) | running
 

@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import get_ident
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,7 +261,7 @@ def test_follow_fails_if_the_last_checkpoint_of_a_finished_run_is_not_usable(run
 
 def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch, capsys):
     """The second one would remove the bundle of the first one, even while it is written."""
-    out, opened, own = tmp_path / "out", ExitStack(), get_ident()
+    out, opened = tmp_path / "out", ExitStack()
     words = ["--follow", str(run), "--output", str(out), "--deltas", "5"]
     out.mkdir()
     sign(opened.enter_context(hold(out / LOCK_FILE)))
@@ -269,7 +269,7 @@ def test_two_exports_to_one_folder_do_not_run_at_once(run, tmp_path, monkeypatch
         export(words)
     assert [path.name for path in out.iterdir()] == [LOCK_FILE]
     # The exporter of a run waits, for example for the exporter of a killed start.
-    monkeypatch.setattr(time, "sleep", lambda _: opened.close() if get_ident() == own else None)
+    monkeypatch.setattr(follow, "time", Mock(wraps=time, sleep=lambda _: opened.close()))
     monkeypatch.setattr("sbpflow.commands.follow._is_over", partial(next, iter([False, True])))
     assert export([*words, "--parent", str(os.getppid())]) == 0
     assert "waiting: --output: another export" in capsys.readouterr().out
@@ -308,7 +308,7 @@ def test_follow_tries_again_after_a_full_disk(run, tmp_path, monkeypatch, caplog
     monkeypatch.setattr(chain, "export_next", export_next)
     monkeypatch.setattr(follow, "exports_in", to_store)
     monkeypatch.setattr(follow, "_is_over", lambda run: next(states))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(follow, "time", Mock(wraps=time, sleep=lambda seconds: None))
     words = ["--follow", str(run), "--output", str(tmp_path / "out"), "--every-seconds", "0"]
     assert export(words) == 0
     assert uploads == [tmp_path / "out" / "step-20"] * 2
@@ -326,17 +326,16 @@ def test_follow_ends_if_nobody_reads_its_output(run, tmp_path, monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(follow, "_is_over", lambda run: False)
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("the export does not end"))
+    sleep = Mock(side_effect=AssertionError("the export does not end"))
+    monkeypatch.setattr(follow, "time", Mock(wraps=time, sleep=sleep))
     monkeypatch.setattr(sys, "stdout", Closed())
     with pytest.raises(BrokenPipeError):
         export(["--follow", str(run), "--output", str(tmp_path / "out")])
 
 
 def test_follow_prints_that_it_waits_for_a_folder(tmp_path, monkeypatch, capsys):
-    def stop(seconds: float) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr(time, "sleep", stop)
+    sleep = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(follow, "time", Mock(wraps=time, sleep=sleep))
     missing = tmp_path / "typo"
     with pytest.raises(InterruptedError):
         export(["--follow", str(missing), "--output", str(tmp_path / "out")])

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
 from tests.deadlines import Deadline
 from tests.launch.machines import ROOT, needs_namespaces, two_machines
+from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -108,11 +108,9 @@ def test_a_job_continues_when_machines_leave_and_join(synth_set, tmp_path, undis
 
 def test_torchrun_restarts_ranks_after_one_was_killed(synth_set, tmp_path, undisturbed):
     job = Job(synth_set, tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", "2", "--max-restarts", "2"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [*torchrun, *job.words],
+            [*torchrun(tmp_path), "--max-restarts", "2", *job.words],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=log,

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +22,7 @@ from sbpflow.errors import ConfigError, DataError, TrainingError
 from sbpflow.models.wdl import WdlConfig, WideConfig
 from sbpflow.run.model.spec import Fields
 from tests.deadlines import Deadline, output_of
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme1.yaml")
@@ -122,11 +122,10 @@ def test_a_wrong_pair_of_torch_and_fbgemm_is_named(monkeypatch, four_ranks, synt
 class Run:
     """Runs train_wdl.py under torchrun with two ranks."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", "2", "train_wdl.py", "--config", CONFIG),
+                *(*torchrun(folder), "train_wdl.py", "--config", CONFIG),
                 "model.hidden=[16]",
                 *words,
             ],
@@ -158,7 +157,9 @@ class Run:
 def training_run(synth_set: Path, folder: Path) -> Run:
     """Start a long run, and return it after a few steps."""
     run = Run(
-        f"data.path={synth_set}", f"run.dir={folder}", "train.epochs=10000", "train.log_every=1"
+        folder,
+        *(f"data.path={synth_set}", f"run.dir={folder}"),
+        *("train.epochs=10000", "train.log_every=1"),
     )
     metrics = folder / "metrics.jsonl"
     deadline = Deadline(60)
@@ -170,8 +171,8 @@ def training_run(synth_set: Path, folder: Path) -> Run:
 
 
 @pytest.mark.alone  # under load, ranks may fail seconds apart; the message then names ranks
-def test_two_ranks_report_a_mistake_once(synth_set):
-    output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
+def test_two_ranks_report_a_mistake_once(synth_set, tmp_path):
+    output = Run(tmp_path, f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
     assert "error: model.wide.crosses: the data has no cross C1xC9" in output
     assert "[rank" not in output, "all ranks see it"

@@ -36,6 +36,7 @@ from sbpflow.training.loop import is_logged
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.step_schedule import SERIAL
 from tests.deadlines import output_of
+from tests.torchrun import torchrun
 from tests.training.wdl_case import NoCheckpoints, make_batches, make_config, make_job
 
 ROOT = Path(__file__).parents[2]
@@ -105,11 +106,9 @@ def test_an_error_of_the_model_names_step_move_and_operation(synth_set, tmp_path
 
 @pytest.mark.slow
 def test_two_ranks_train_and_report_once(synth_set, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [
-            *command,
-            *("--nproc-per-node", "2", "train_wdl.py", "--config", CONFIG),
+            *(*torchrun(tmp_path), "train_wdl.py", "--config", CONFIG),
             *(f"data.path={synth_set}", f"run.dir={tmp_path}", "model.hidden=[16]"),
             "data.batch_size=1000",
         ],

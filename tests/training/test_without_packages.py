@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.torchrun import torchrun
+
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
 # Python runs this file at startup; afterwards, these packages are neither importable nor listed as
@@ -61,7 +63,8 @@ def test_everything_runs_with_torch_and_memory_maps(run, tmp_path):
     data, folder = tmp_path / "set", tmp_path / "run"
     run("-m", "data", "synth", "--rows", "4000", "--vocab-scale", "0.001", "--output", str(data))
     text = run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_wdl.py"),
+        *torchrun(tmp_path)[1:],
+        "train_wdl.py",
         *("--config", CONFIG, f"data.path={data}", f"run.dir={folder}", "model.hidden=[16]"),
         *("data.batch_size=500", "optimizer.sparse.name=rowwise_adagrad"),
     )
