@@ -155,37 +155,70 @@ class _Rows(NamedTuple):
     at: Tensor
 
 
+def _selected(wanted: _Rows, mask: Tensor) -> _Rows:
+    """Return the rows that ``mask`` (bool [n]) marks."""
+    has_shared = wanted.rows.numel() - wanted.addresses.numel()
+    addresses = wanted.addresses[mask[has_shared:]]
+    return _Rows(wanted.keys, wanted.rows[mask], addresses, wanted.at[mask])
+
+
 def _read(
     checkpoint: "Checkpoint", name: str, wanted: _Rows, columns: Place, target: Tensor
 ) -> None:
-    keys, rows, addresses, at = wanted
+    keys, rows, _, at = wanted
     if not rows.numel():
         return
-    first, before = int(rows[0]), checkpoint.before
-    place = replace(columns, row_start=first, row_stop=int(rows[-1]) + 1)
+    before = checkpoint.before
     if before is None:
-        values = torch.empty(place.num_rows, place.width, dtype=checkpoint.saved(name).dtype)
-        checkpoint.read_into(name, place, values)
-        _put(target, at, values.index_select(0, rows - first))
+        _read_full(checkpoint, name, rows, at, columns, target)
         return
-    has_shared = rows.numel() - addresses.numel()
-    numbers, exist = before.addresses(keys).find(addresses)
+    place = replace(columns, row_start=int(rows[0]), row_stop=int(rows[-1]) + 1)
+    left, given = wanted, rows
+    if 2 * rows.numel() < place.num_rows:
+        # Few rows are usually those that deltas have changed, so most of them need not be looked up
+        # in the previous checkpoint.
+        counts = checkpoint.num_changed(name, place, rows)
+        left, given = _selected(wanted, counts < place.width), rows[counts > 0]
+    has_shared = left.rows.numel() - left.addresses.numel()
+    numbers, exist = before.addresses(keys).find(left.addresses)
     is_old = torch.cat([torch.ones(has_shared, dtype=torch.bool), exist])
-    old_rows = torch.cat([rows[:has_shared], numbers[exist] + 1])
-    _read(before, name, _Rows(keys, old_rows, addresses[exist], at[is_old]), columns, target)
-    num_missing = int((~is_old).sum()) * place.width
-    for changed, part, values in checkpoint.changes(name, place):
-        index = torch.searchsorted(rows, changed)
-        is_wanted = rows[index] == changed
-        index = index[is_wanted]
-        left = columns.col_start
-        _put(target[:, part.start - left : part.stop - left], at[index], values[is_wanted])
-        num_missing -= int((~is_old[index]).sum()) * values.shape[1]
+    new = left.rows[~is_old]
+    num_missing = new.numel() * place.width
+    if num_missing:
+        num_missing -= int(checkpoint.num_changed(name, place, new).sum())
     if num_missing:
         raise CheckpointError(
             f"{checkpoint.path}: {num_missing} values of {name} are missing, and {before.path} "
             "does not have their keys either; use another checkpoint"
         )
+    old_rows = torch.cat([left.rows[:has_shared], numbers[exist] + 1])
+    old = _Rows(keys, old_rows, left.addresses[exist], left.at[is_old])
+    _read(before, name, old, columns, target)
+    if not given.numel():
+        return
+    place = replace(place, row_start=int(given[0]), row_stop=int(given[-1]) + 1)
+    for changed, part, values in checkpoint.changes(name, place):
+        index = torch.searchsorted(rows, changed)
+        is_wanted = rows[index] == changed
+        columns_at = slice(part.start - columns.col_start, part.stop - columns.col_start)
+        _put(target[:, columns_at], at[index[is_wanted]], values[is_wanted])
+
+
+def _read_full(
+    checkpoint: "Checkpoint", name: str, rows: Tensor, at: Tensor, columns: Place, target: Tensor
+) -> None:
+    """Read rows of a full checkpoint. Rows more than a block apart are read separately, because all
+    rows between the first and the last row would take memory.
+    """
+    saved = checkpoint.saved(name)
+    most = BLOCK_BYTES // max(1, saved.whole.width * saved.dtype.itemsize)
+    ends = (rows.diff() > most).nonzero().squeeze(1) + 1
+    for own, own_at in zip(rows.tensor_split(ends), at.tensor_split(ends), strict=True):
+        first = int(own[0])
+        place = replace(columns, row_start=first, row_stop=int(own[-1]) + 1)
+        values = torch.empty(place.num_rows, place.width, dtype=saved.dtype)
+        checkpoint.read_into(name, place, values)
+        _put(target, own_at, values.index_select(0, own - first))
 
 
 def _put(target: Tensor, at: Tensor, values: Tensor) -> None:

@@ -220,6 +220,23 @@ class Checkpoint:
                 columns = slice(common.col_start, common.col_stop)
                 yield rows[low : changed.row_stop], columns, block[:, own]
 
+    def num_changed(self, name: str, within: Place, rows: Tensor) -> Tensor:
+        """Return how many columns of ``within`` a delta contains of each of ``rows`` (int64 [n],
+        ascending), which are rows of ``within``; n must not be 0.
+        """
+        counts = torch.zeros_like(rows)
+        for patch in self.saved(name).patches:
+            common = patch.place.common(within)
+            if common is None:
+                continue
+            changed = self._rows_of(name, patch)
+            bounds = torch.stack([rows[0], rows[-1] + 1])
+            start, stop = torch.searchsorted(changed, bounds).tolist()
+            changed = changed[start:stop]
+            index = torch.searchsorted(rows, changed)
+            counts[index[rows[index] == changed]] += common.width
+        return counts
+
     def _rows_of(self, name: str, patch: Patch) -> Tensor:
         """Return the row numbers of a patch, which stay in memory while the same table is read."""
         piece = patch.rows

@@ -246,16 +246,18 @@ class App:
         # int() raises ValueError for a text of more than 4300 digits
         if not size.isdigit() or len(digits) > 18 or int(digits) > limit:
             raise self._too_large()
-        body, more = b"", True
+        parts: list[bytes] = []
+        num_bytes, more = 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _DisconnectedError
             part, more = message.get("body", b""), message.get("more_body", False)
-            body = body + part if body else part
-            if len(body) > limit:
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > limit:
                 raise self._too_large()
-        return headers.get(b"content-type", b"").decode("latin-1"), body
+        return headers.get(b"content-type", b"").decode("latin-1"), b"".join(parts)
 
     def _too_large(self) -> BodyError:
         limit = self._limits.body_bytes

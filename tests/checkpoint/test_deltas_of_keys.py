@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.format import Previous, digest_of, from_json, to_json
-from sbpflow.checkpoint.keys import key_changes
+from sbpflow.checkpoint.keys import key_changes, read_rows
 from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.embedding.cache.factory import stores_of
@@ -255,6 +255,25 @@ def test_missing_rows_of_new_keys_are_noticed(folder):
         delta.tensor("tables/deep.f")
     with pytest.raises(CheckpointError, match=r"tables/deep.h has no keys"):
         key_changes([delta], "deep.h")
+
+
+def test_only_rows_that_a_delta_lacks_are_read_from_earlier_checkpoints(folder, monkeypatch):
+    read, real = [], Checkpoint.read_into
+    monkeypatch.setattr(
+        Checkpoint,
+        "read_into",
+        lambda self, name, *rest: (read.append(name), real(self, name, *rest)),
+    )
+    delta, name = open_checkpoint(folder / "deltas" / "step-8"), "tables/deep.f"
+    wanted = open_checkpoint(folder / "full" / "step-8").tensor(name)
+    changed = delta.changed_rows(name)
+    others = torch.tensor(sorted({*range(len(wanted))} - {*changed.tolist()}))
+    for rows in (torch.arange(len(wanted)), others[[0, -1]], changed[[0, -1]]):
+        read.clear()
+        out = torch.empty(len(rows), wanted.shape[1], dtype=wanted.dtype)
+        read_rows(delta, name, rows, delta.saved(name).whole, out)
+        assert torch.equal(out, wanted[rows])
+    assert name not in read
 
 
 def test_a_table_whose_rows_do_not_fit_its_keys_is_refused(folder):

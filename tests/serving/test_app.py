@@ -5,6 +5,7 @@ byte, and models that tests change.
 import asyncio
 import json
 import math
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from sbpflow.serving import server
-from sbpflow.serving.app import App
+from sbpflow.serving.app import App, Limits
 from sbpflow.serving.bodies import ARROW, JSON
 from sbpflow.serving.scorer import Model, load
 from tests.serving.test_metrics import values
@@ -20,13 +21,19 @@ from tests.serving.test_server import rows_of, stream_of, text_cell
 
 
 def answer(
-    app: App, path: str, body: bytes, kind: str = JSON, method: str = "POST", **headers: str
+    app: App,
+    path: str,
+    body: bytes | list[bytes],
+    kind: str = JSON,
+    method: str = "POST",
+    **headers: str,
 ) -> tuple[int, bytes]:
-    """Return the status and the body of the response to one request."""
+    """Return the status and the body of the response to one request, whose body may have parts."""
     sent: list[dict[str, Any]] = []
+    parts = [body] if isinstance(body, bytes) else body[::-1]
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
+        return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
@@ -108,6 +115,16 @@ def test_a_shadow_score_that_is_not_a_number_is_counted_as_an_error(exported, mo
 def test_a_content_length_of_many_digits_is_read(exported, size, status):
     app = server.asgi_app({"a": exported / "model"})
     assert answer(app, "/score", b"[]", content_length=size)[0] == status
+
+
+def test_a_body_in_many_parts_is_read_in_linear_time(exported):
+    """Otherwise, a request of 100,000 rows would copy gigabytes."""
+    limits = Limits(body_bytes=1 << 24)
+    app = server.asgi_app({"a": exported / "model"}, server.Settings(limits=limits))
+    parts = [b"[", *[b" " * 4096] * 4000, b"]"]
+    began = time.process_time()
+    assert answer(app, "/score", parts)[0] == 200
+    assert time.process_time() - began < 1.0
 
 
 def test_binary_tensors_are_refused_with_what_to_send(exported):
