@@ -99,8 +99,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
     """Run a command that prints; exit quietly if the reader closes stdout, as ``head`` does."""
     try:
         code = command()
-        if sys.stdout is not None:  # None if the shell closed it, as `>&-` does
-            sys.stdout.flush()
+        print(end="", flush=True)  # does nothing if the shell closed stdout, as `>&-` does
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
