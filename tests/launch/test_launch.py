@@ -275,7 +275,8 @@ def test_a_program_whose_output_is_closed_keeps_its_exit_code(end, code, message
     """Services may start a program with a closed standard output, as `>&-` does."""
     program = "from sbpflow.errors import ConfigError\n"
     program += "from sbpflow.runtime.processes.launch import run_main\n"
-    program += f"def main():\n    print('a line')\n    end = {end}\n"
+    program += "import sys\n"
+    program += f"def main():\n    sys.stdout.write('a line')\n    end = {end}\n"
     program += "    if end:\n        raise end\n    return end\n\nrun_main(main)\n"
     words = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program]
     done = subprocess.run(words, stderr=subprocess.PIPE, text=True, cwd=ROOT)

@@ -22,8 +22,9 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError, PeerStoppedError
 from sbpflow.runtime.processes.exit_messages import Meeting, Reason
@@ -99,7 +100,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
     """Run a command that prints; exit quietly if the reader closes stdout, as ``head`` does."""
     try:
         code = command()
-        print(end="", flush=True)  # does nothing if the shell closed stdout, as `>&-` does
+        sys.stdout.flush()
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
@@ -125,6 +126,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     exits with 1 and one rank's traceback. After a failure, all ranks exit within seconds, even if
     their threads are blocked.
     """
+    if cast("TextIO | None", sys.stdout) is None:  # the shell closed it, as `>&-` does
+        sys.stdout = Path(os.devnull).open("w")
     exits = _Exits()
     exits.watch_signals()
     try:
