@@ -62,10 +62,18 @@ class Loader(Protocol):
 
 
 def check_batch(batch: object) -> None:
-    """Raise SbpError if ``batch``, passed to ``Trainer.step``, is not a ``Batch``."""
+    """Raise SbpError if ``batch``, passed to ``Trainer.step``, is not a ``Batch``.
+
+    Weights of shape [rows, 1] would be averaged over the batch.
+    """
     for name in ("labels", "dense", "ids", "batch_size"):
         if not hasattr(batch, name):
             raise SbpError(
                 f"step: a {type(batch).__name__} is not a batch, because it has no attribute "
                 f"{name}; pass a batch from a loader, or a list of them"
             )
+    for name, dims in (("labels", 1), ("weights", 1), ("dense", 2)):
+        value: Tensor | None = getattr(batch, name, None)
+        if value is not None and value.ndim != dims:
+            form = "[rows]" if dims == 1 else "[rows, dense fields]"
+            raise SbpError(f"step: {name} must have shape {form}, got {list(value.shape)}")

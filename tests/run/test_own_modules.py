@@ -139,6 +139,7 @@ class Loaded(Net):
         self.register_buffer("scale", torch.tensor(self.value))
         self.register_buffer("mask", torch.tensor([True, self.value > 1]))
         self.register_buffer("order", torch.tensor([int(self.value)], dtype=torch.int16))
+        self.register_buffer("expanded", torch.tensor(self.value).expand(3))
         self.register_buffer("made", torch.tensor(self.value), persistent=False)
 
 
@@ -151,7 +152,7 @@ class LoadedModel:
 
 
 def constants_of(module: nn.Module) -> dict[str, object]:
-    names = ("norm.weight", "frozen", "scale", "mask", "order", "made")
+    names = ("norm.weight", "frozen", "scale", "mask", "order", "expanded", "made")
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensors[name].tolist() for name in names}
 

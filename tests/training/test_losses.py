@@ -3,6 +3,7 @@ initial values.
 """
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.training.batch import check_batch
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.losses import row_losses
@@ -373,3 +375,22 @@ def test_a_dense_part_without_a_value_per_row_is_refused(wrong, shape, found):
     message = rf"{wrong} returned a tensor of shape {found} for 6 rows; return .* \[6, 1\]"
     with pytest.raises(SbpError, match=message):
         row_losses(WrongPart(wrong), logits, labels, LossConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("labels", torch.zeros(4, 1), r"labels must have shape \[rows\], got \[4, 1\]"),
+        ("weights", torch.ones(4, 1), r"weights must have shape \[rows\], got \[4, 1\]"),
+        ("dense", torch.zeros(4), r"dense must have shape \[rows, dense fields\], got \[4\]"),
+    ],
+)
+def test_batches_with_values_of_another_shape_are_refused(name, value, message):
+    """Weights [rows, 1] would be averaged, and thus have no effect on the rows."""
+    batch = SimpleNamespace(
+        labels=torch.zeros(4), dense=torch.zeros(4, 2), ids=torch.zeros(4, 3).int(), batch_size=4
+    )
+    check_batch(batch)
+    setattr(batch, name, value)
+    with pytest.raises(SbpError, match=message):
+        check_batch(batch)

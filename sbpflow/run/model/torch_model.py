@@ -128,6 +128,7 @@ class TorchModel:
             )
         # A run starts without collections, and the user's code may leave large tensors in cycles.
         gc.collect()
+        _own_memory(module)
         module = replace_norms(module).to(device=device, dtype=dtype)
         part = TorchPart(module, layouts, boxing, self.row_loss, autocast=self.autocast)
         check_initial({**part.parameters, **part.constants}, boxing)
@@ -136,6 +137,7 @@ class TorchModel:
     def plain(self, *, seed: int) -> nn.Module:
         """Build a new module on the CPU with the same initial values as a run with ``seed``."""
         module = self._make(stream_key(seed, "module"), torch.device("cpu"))
+        _own_memory(module)
         return _uncompiled(module)
 
 
@@ -339,6 +341,15 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, value in module.named_parameters():
         if value.requires_grad:
             yield plain_name(name), value
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Copy tensors whose elements share memory, such as ``torch.ones(1).expand(8)``, because a
+    checkpoint cannot be restored into them.
+    """
+    for value in (*module.parameters(), *module.buffers()):
+        if 0 in value.stride():
+            value.data = value.data.contiguous()
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
