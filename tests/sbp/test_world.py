@@ -141,7 +141,8 @@ def _one_raises(world):
     Boxing(world).run(_steps(3, S0, B), torch.zeros(2, 4))
 
 
-def test_all_ranks_end_when_one_raises(ranks):
+def test_all_ranks_end_when_one_raises(ranks, monkeypatch):
+    monkeypatch.setattr("tests.ranks.GRACE_S", 0.5)  # the others wait for the rank that raises
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _one_raises)
     assert "the table deep.C3 has no rows" in caught.value.errors[1]
