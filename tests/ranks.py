@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,9 @@ def _serve(
 ) -> None:
     sys.path[:] = path
     end_with_parent()
+    # The fork server ends when no process can write to this pipe. If ranks kept it open, the server
+    # and stopped ranks would remain after pytest was killed.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
     gc.freeze()
     sink = open(stderr, "w", buffering=1)
     os.dup2(sink.fileno(), 2)

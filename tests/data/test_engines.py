@@ -4,12 +4,10 @@ import gzip
 import os
 import signal
 import tempfile
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,15 @@ from tests.data.engine_runs import (
     kill_in_every_phase,
     options_of,
     write_tables,
+)
+from tests.data.engine_tasks import (
+    dies_in_the_middle_of_its_result,
+    fails,
+    fails_unexpectedly,
+    process_of,
+    returns_a_lock,
+    sleeps,
+    surroundings,
 )
 from tests.data.rows import folder_bytes, genuine_rows
 
@@ -104,11 +111,6 @@ def test_a_worker_killed_in_every_phase_does_not_change_a_set_of_genuine_rows(
 def needs(engine):
     if engine != "processes":
         pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
-
-
-def surroundings(item):
-    names = ("POLARS_MAX_THREADS", "MALLOC_TRIM_THRESHOLD_")
-    return *(os.environ.get(name) for name in names), os.nice(0)
 
 
 @pytest.mark.slow
@@ -304,14 +306,6 @@ def test_a_straggler_is_repeated_on_an_idle_worker(monkeypatch):
     assert backend.submitted.count(4) == 2
 
 
-def fails(item):
-    raise DataError(f"item {item}", "second line")
-
-
-def sleeps(item):
-    time.sleep(600)
-
-
 def test_processes_return_errors_and_check_their_home(tmp_path):
     (tmp_path / "plan").write_text("abc")
     home = Home.of(tmp_path / "plan")
@@ -339,23 +333,6 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced(caplog):
     assert deaths(caplog) == 1
 
 
-def process_of(item):
-    return os.getpid()
-
-
-def dies_in_the_middle_of_its_result(item, dead):
-    if item == 1 and not dead.exists():
-        dead.touch()
-        send = connection.Connection._send
-
-        def send_half(self, buf):
-            send(self, buf[: len(buf) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        connection.Connection._send = send_half
-    return bytes([item]) * (1 << 20)
-
-
 def test_a_process_that_dies_in_the_middle_of_its_result_is_noticed_at_once(tmp_path, caplog):
     function = partial(dies_in_the_middle_of_its_result, dead=tmp_path / "dead")
     began = time.monotonic()
@@ -364,14 +341,6 @@ def test_a_process_that_dies_in_the_middle_of_its_result_is_noticed_at_once(tmp_
     assert time.monotonic() - began < 60
     assert results == [bytes([item]) * (1 << 20) for item in range(6)]
     assert deaths(caplog) == 1, "the task of the dead process, and no other, is repeated"
-
-
-def returns_a_lock(item):
-    return threading.Lock()
-
-
-def fails_unexpectedly(item):
-    raise ValueError(item)
 
 
 def test_unexpected_errors_in_a_process_are_raised_with_their_traceback():

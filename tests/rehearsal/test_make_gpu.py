@@ -154,7 +154,7 @@ def whole_programs(world, folder):
         gpu_tables: ["--rows", "83200", "--only", *gpu_tables.SETTINGS, "--", *TINY],
     }
     gpu_tables.Results = lambda name, recorded: record.Results(name)
-    gpu_tables.WARM_UP, gpu_tables.STEPS, gpu_tables.REPEATS = 20, 1, 2
+    gpu_tables.WARM_UP, gpu_tables.STEPS, gpu_tables.REPEATS = 6, 1, 2
     graph = ["--max-rows", "2600", *SMALL]
     for module, words in [*commands.items(), (gpu_dlperf, graph)]:
         sys.argv = [module.__name__, *words]

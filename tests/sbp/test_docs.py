@@ -96,7 +96,9 @@ def test_the_table_of_signatures_is_correct(monkeypatch):
     seen = []
     deduce = dispatch.deduce
     monkeypatch.setattr(dispatch, "deduce", lambda r, *a: (seen.append(r), deduce(r, *a))[1])
-    for op, shown in _rows("How ops choose layouts"):
+    rows = _rows("How ops choose layouts")
+    assert rows
+    for op, shown in rows:
         seen.clear()
         call, shapes_of = _call_of(op)
         everywhere = [parse_nd_sbp("B")] * len(test_ops.OPS[shapes_of][2])

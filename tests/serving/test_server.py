@@ -411,6 +411,7 @@ def test_requests_in_flight_are_answered_after_sigterm(exported, model):
 def test_concurrent_requests_are_scored_together_and_separately_answered(server, model):
     bodies = [json.dumps(rows_of(model, count, count)).encode() for count in range(1, 9)]
     found = send_load(server.port, [request("/score", b, JSON) for b in bodies], 1.0, 8)
+    assert found.bodies
     for number, _, status, body in found.bodies:
         assert status == 200
         wanted = model.score(json.loads(bodies[number]))

@@ -217,6 +217,7 @@ def test_critical_early_and_late_bytes_are_as_planned(ranks, late):
         assert sent.keys() == {name for name, step in steps.items() if step["groups"]}
         for name, value in sent.items():
             assert value <= max(steps[name]["bytes_per_rank"])
+    assert facts["early_rows"]
     for group in facts["early_rows"]:
         assert group["reason"] == ""
         assert (group["late_reason"] == "") == late
