@@ -18,7 +18,7 @@ from sbpflow.checkpoint.folder import (
     needed_by,
     remove_checkpoint,
 )
-from sbpflow.checkpoint.format import INDEX_FILE
+from sbpflow.checkpoint.format import INDEX_FILE, Index
 from sbpflow.checkpoint.read import Checkpoint, with_parent
 from sbpflow.checkpoint.rewrite import row_blocks, unchanged, write_full
 from sbpflow.errors import CheckpointError, ConfigError
@@ -54,9 +54,10 @@ def list_text(path: AnyPath) -> str:
     is damaged.
     """
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
+    known = dict[str, Index]()
     for folder in checkpoints_of(path):
         try:
-            checkpoint = checked(folder)
+            checkpoint = checked(folder, known=known)
             written = datetime.fromtimestamp((folder / INDEX_FILE).stat().st_mtime)
         except (CheckpointError, FileNotFoundError) as error:
             if not _is_gone(folder):
@@ -88,9 +89,9 @@ def verify_text(path: AnyPath) -> tuple[str, bool]:
     A checkpoint that is removed before it has been read does not count as damaged.
     """
     faults, is_whole = dict[AnyPath, str](), True
-    lines = list[str]()
+    lines, known = list[str](), dict[str, Index]()
     for folder in checkpoints_of(path):
-        checkpoint, fault = _verified(folder, faults)
+        checkpoint, fault = _verified(folder, faults, known)
         if fault and _is_gone(folder):
             lines.append(f"removed {folder}: it was deleted before it could be read (by a run?)")
         elif fault:
@@ -111,17 +112,21 @@ def _is_gone(folder: AnyPath) -> bool:
     return not lexists(folder)
 
 
-def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:
+def _verified(
+    folder: AnyPath, faults: dict[AnyPath, str], known: dict[str, Index]
+) -> tuple[Checkpoint | None, str]:
     """Read every byte of a checkpoint and of those it depends on.
 
     Return the checkpoint (None if it cannot be opened), and what is damaged ("" if nothing is).
-    ``faults`` contains the results so far, so that nothing is read twice.
+    ``faults`` contains the results so far, so that nothing is read twice; ``known`` is that of
+    ``open_checkpoint``.
     """
     checkpoint, fault = None, ""
     try:
-        checkpoint = checked(folder)
+        checkpoint = checked(folder, known=known)
         if checkpoint.before is not None:
-            _, fault = _verified(checkpoint.before.path, faults)
+            before = checkpoint.before.path
+            fault = faults[before] if before in faults else _verified(before, faults, known)[1]
             fault = (
                 f"{folder} is a delta, and a checkpoint that it needs is damaged: {fault}"
                 if fault
@@ -230,16 +235,16 @@ def held(folder: AnyPath) -> Generator[None]:
 
 def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
     kept, lines, best = list[AnyPath](), dict[AnyPath, str](), None
-    faults = dict[AnyPath, str]()
+    faults, known = dict[AnyPath, str](), dict[str, Index]()
     for path in paths:
-        checkpoint, fault = _verified(path, faults)
+        checkpoint, fault = _verified(path, faults, known)
         if checkpoint is None or fault:
             lines[path] = f"skipped, damaged: {fault}"
             continue
         best = best or best_of(checkpoint)  # the newest checkpoint names the best step of the run
         if len(kept) < keep or (best and best["step"] == checkpoint.step):
             kept.append(path)
-    needed = needed_by(kept)
+    needed = needed_by(kept, known)
     for path in paths:
         if path in kept:
             lines[path] = f"kept {path}"
@@ -273,8 +278,9 @@ def compact(path: AnyPath) -> str:
 
 def check_last(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if the checkpoint must not be changed, because a delta continues it."""
+    known = dict[str, Index]()
     for other in list_checkpoints(checkpoint.path.parent):
-        if other != checkpoint.path and checkpoint.path in needed_by([other]):
+        if other != checkpoint.path and checkpoint.path in needed_by([other], known):
             raise CheckpointError(
                 f"{checkpoint.path} must not be changed, because the delta {other.name} depends "
                 f"on it; compact {other} first"

@@ -128,24 +128,29 @@ def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
     return sorted(paths, key=step_of, reverse=True)
 
 
-def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Checkpoint]:
+def good_checkpoints(
+    folder: AnyPath, *, run: str | None = None, known: dict[str, Index] | None = None
+) -> Iterator[Checkpoint]:
     """Yield the checkpoints with a valid index and complete files, newest first.
 
     Checkpoints that are damaged, belong to a run other than ``run``, or have a name that does not
     match their step are skipped with a warning. Checksums are verified only when tensors are read.
+    ``known`` is that of ``open_checkpoint``.
     """
     for path in list_checkpoints(folder):
         try:
-            yield checked(path, run=run)
+            yield checked(path, run=run, known=known)
         except CheckpointError as error:
             logger.warning("skipped a checkpoint: %s", error)
 
 
-def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
+def checked(
+    path: AnyPath, *, run: str | None = None, known: dict[str, Index] | None = None
+) -> Checkpoint:
     """Open the checkpoint at ``path``; check that its step matches its name and, if ``run`` is
-    given, that this run wrote it.
+    given, that this run wrote it. ``known`` is that of ``open_checkpoint``.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, known)
     path = checkpoint.path
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(
@@ -214,24 +219,35 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
                 (target / name).unlink(missing_ok=True)
 
 
-def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
+def keep_only(
+    folder: AnyPath,
+    *,
+    newest: int,
+    step: int,
+    and_step: int | None,
+    known: dict[str, Index] | None = None,
+) -> None:
     """Remove old checkpoints: of those up to ``step``, keep only the last ``newest`` and the
     checkpoint of ``and_step``.
 
     Checkpoints that the kept ones depend on are also kept. Deltas are removed before the
-    checkpoints that they continue.
+    checkpoints that they continue. ``known`` is that of ``open_checkpoint``.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
-    needed = needed_by([*paths[:newest], *(path for path in paths if step_of(path) == and_step)])
+    kept = [*paths[:newest], *(path for path in paths if step_of(path) == and_step)]
+    needed = needed_by(kept, known)
     for path in paths[newest:]:
         if path not in needed:
             remove_checkpoint(path)
+    for digest, index in list((known or {}).items()):
+        if step_folder(folder, index.step) not in needed:
+            del known[digest]
 
 
-def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
+def needed_by(paths: Iterable[AnyPath], known: dict[str, Index] | None = None) -> set[AnyPath]:
     """Return the paths of these checkpoints and of all checkpoints that they depend on.
 
-    A damaged checkpoint counts as depending on no other.
+    A damaged checkpoint counts as depending on no other. ``known`` is that of ``open_checkpoint``.
     """
     needed = set[AnyPath]()
     for path in paths:
@@ -239,7 +255,7 @@ def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
             continue
         needed.add(path)
         try:
-            checkpoint = open_checkpoint(path).before
+            checkpoint = open_checkpoint(path, known).before
         except CheckpointError:
             continue
         while checkpoint is not None:

@@ -41,12 +41,18 @@ def with_parent(folder: AnyPath) -> AnyPath:
     return folder.resolve() if folder.name in ("", "..") else folder
 
 
-def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
+def open_checkpoint(path: str | AnyPath, known: dict[str, Index] | None = None) -> "Checkpoint":
     """Open the checkpoint in folder ``path``; check its index and the sizes of its files.
 
-    Raise CheckpointError with the file's name, its fault, and a remedy.
+    ``known`` contains indexes by digest. If a delta continues one of these checkpoints, the index
+    is not read again; indexes that are read are added. Raise CheckpointError with the file's name,
+    its fault, and a remedy.
     """
     folder = with_parent(any_path(path))
+    return _opened(folder, _read_index(folder), {} if known is None else known)
+
+
+def _read_index(folder: AnyPath) -> Index:
     file = folder / INDEX_FILE
     try:
         text = read_text(file)
@@ -58,32 +64,42 @@ def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error
-    index = from_json(text, file)
+    return from_json(text, file)
+
+
+def _opened(folder: AnyPath, index: Index, known: dict[str, Index]) -> "Checkpoint":
     before = None
     if index.previous is not None:
-        before = _open_previous(folder, index, index.previous)
+        before = _open_previous(folder, index, index.previous, known)
     checkpoint = Checkpoint(folder, index, before)
     checkpoint.check_files()
     return checkpoint
 
 
-def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkpoint":
+def _open_previous(
+    folder: AnyPath, index: Index, previous: Previous, known: dict[str, Index]
+) -> "Checkpoint":
     path = folder.parent / f"step-{previous.step}"
     if previous.step >= index.step:
         raise CheckpointError(
             f"{folder} is a delta that continues step {previous.step}, which is not before its "
             "own step; use another checkpoint"
         )
+    earlier, digest = known.get(previous.sha256), previous.sha256
     try:
-        before = open_checkpoint(path)
+        if earlier is None:
+            earlier = _read_index(path)
+            digest = digest_of(earlier)
+        before = _opened(path, earlier, known)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} is a delta that needs {path}; {error}") from error
     number = 1 if before.previous is None else before.previous.number + 1
-    if (digest_of(before.index), number) != (previous.sha256, previous.number):
+    if (digest, number) != (previous.sha256, previous.number):
         raise CheckpointError(
             f"{folder} is a delta, but {path} is not the checkpoint that it continues; restore "
             "that checkpoint, or use another one"
         )
+    known[digest] = earlier
     if _tables(before, index) != _tables(index, index):
         raise CheckpointError(
             f"{folder} does not have the same tables as {path}, which it "

@@ -21,6 +21,7 @@ from sbpflow.runtime.files.remote_path import RemotePath
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER
 
 if TYPE_CHECKING:
+    from sbpflow.checkpoint.format import Index
     from sbpflow.checkpoint.read import Checkpoint
     from sbpflow.config.schema import Config
     from sbpflow.run.export.chain import WriteBase
@@ -105,6 +106,7 @@ def _follow(
     from sbpflow.run.export.chain import export_newest
 
     seen, due, unpublished = "", time.monotonic(), ""
+    known: dict[str, Index] = {}
     # An exporter that a run has started can start before the run creates its folder.
     if args.parent is None and not args.follow.exists():
         print(f"waiting for {args.follow}, which does not exist yet", flush=True)
@@ -114,7 +116,7 @@ def _follow(
             folder, is_over = checkpoint_folder(args.follow), _is_over(args.follow)
             if is_over or time.monotonic() >= due:
                 newest, written = export_newest(
-                    folder, seen, output, args.deltas, write_base, is_over=is_over
+                    folder, seen, output, args.deltas, write_base, is_over=is_over, known=known
                 )
                 if unpublished := written or unpublished:
                     publish()
@@ -122,6 +124,7 @@ def _follow(
                     unpublished = ""
                 if newest != seen:
                     seen, due = newest, time.monotonic() + args.every_seconds
+                    known = {}  # otherwise, it would grow with each checkpoint
         except BrokenPipeError:  # of stdout; ``until_nobody_reads`` ends the command
             raise
         except OSError as error:  # of a full disk or of an object store, for example

@@ -40,7 +40,7 @@ class CheckpointConfig:
     ] = 1000
     deltas: Annotated[
         int,
-        Range(low=0),
+        Range(low=0, high=256),  # chains are read recursively, and Python limits recursion
         Key(
             "execution",
             "Number of deltas after each full checkpoint. A delta contains only the changed "

@@ -62,8 +62,8 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_damaged(
 ):
     kept, pruned = folder / "checkpoints", folder / "checkpoints/step-5"
 
-    def checked_while_a_run_prunes(path):
-        opened = checked(path)
+    def checked_while_a_run_prunes(path, **more):
+        opened = checked(path, **more)
         shutil.rmtree(pruned, ignore_errors=True)
         return opened
 

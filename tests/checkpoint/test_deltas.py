@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.reshard import Case, Lying, make_job, make_rows
+from sbpflow.checkpoint import read as reading
 from sbpflow.checkpoint.folder import keep_only, list_checkpoints, needed_by
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import PieceWriter
@@ -186,6 +187,31 @@ def test_checkpoints_needed_by_a_kept_delta_are_kept(folder):
     assert names(chain) == ["step-8", "step-7", "step-6", "step-5"]
     assert {path.name for path in needed_by([chain / "step-6"])} == {"step-6", "step-5"}
     open_checkpoint(chain / "step-8").verify()
+
+
+def test_indexes_of_a_chain_are_read_only_once(folder, monkeypatch):
+    """Otherwise, the time of a save, and of each look for a new checkpoint, would grow with the
+    length of the chain, and that of ``checkpoint verify`` with its cube.
+    """
+    chain, read, real = folder / "deltas", [], reading.from_json
+
+    def from_json(text, file):
+        read.append(file.parent.name)
+        return real(text, file)
+
+    monkeypatch.setattr(reading, "from_json", from_json)
+    assert checkpoint(["ls", str(chain)]) == 0
+    assert len(read) <= 2 * STEPS
+    read.clear()
+    assert checkpoint(["verify", str(chain)]) == 0
+    assert len(read) <= 3 * STEPS
+    known = {}
+    open_checkpoint(chain / "step-7", known)
+    read.clear()
+    keep_only(chain, newest=1, step=8, and_step=None, known=known)
+    assert read == ["step-8", "step-7"]
+    assert sorted(index.step for index in known.values()) == [5, 6, 7]
+    assert names(chain) == ["step-8", "step-7", "step-6", "step-5"]
 
 
 def test_the_chain_of_the_best_delta_is_kept(folder):

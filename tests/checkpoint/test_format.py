@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -24,11 +25,21 @@ from sbpflow.checkpoint.folder import (
     remove_checkpoint,
     tidy,
 )
-from sbpflow.checkpoint.format import Index, SavedTensor, cover_fault, from_json, to_json
+from sbpflow.checkpoint.format import (
+    Index,
+    Previous,
+    SavedTensor,
+    cover_fault,
+    digest_of,
+    from_json,
+    to_json,
+)
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.config.checkpoint_options import CheckpointConfig
 from sbpflow.embedding.plan.tables import Place
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.fields.ranges import broken_rule
 from sbpflow.runtime.files.json_file import json_digest
 
 # Block size in bytes: so small that even small tensors have many blocks, some of which start in the
@@ -280,6 +291,22 @@ def test_pieces_with_gaps_or_overlaps_are_refused():
     assert "elements" in cover_fault(whole, [place(0, 4, 0, 2)])
     assert "overlaps" in cover_fault(whole, [place(0, 2, 0, 4), place(1, 3, 0, 4)])
     assert "outside" in cover_fault(whole, [place(0, 2, 0, 4), place(3, 5, 0, 4)])
+
+
+def test_the_longest_chain_of_deltas_is_read(tmp_path):
+    """Python limits recursion, so a run must not write longer chains, which cannot be read."""
+    rule = get_type_hints(CheckpointConfig, include_extras=True)["deltas"]
+    longest = 256
+    assert broken_rule(longest, rule) is None
+    assert broken_rule(longest + 1, rule) == "a finite number >= 0 and <= 256"
+    previous = None
+    for step in range(longest + 1):
+        index = Index(step=step, run="r", tensors={}, files={}, previous=previous)
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "index.json").write_text(to_json(index))
+        previous = Previous(step=step, sha256=digest_of(index), number=step + 1)
+    newest = next(good_checkpoints(tmp_path))
+    assert (newest.step, newest.chain_length) == (longest, longest + 1)
 
 
 def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):

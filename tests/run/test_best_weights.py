@@ -218,9 +218,9 @@ def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(data, tmp_pa
     kept = []
     keep_only = checkpoints.keep_only
 
-    def keep(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
+    def keep(folder: Path, *, step: int, and_step: int | None, **more: Any) -> None:
         kept.append((step, and_step))
-        keep_only(folder, newest=newest, step=step, and_step=and_step)
+        keep_only(folder, step=step, and_step=and_step, **more)
 
     monkeypatch.setattr(checkpoints, "keep_only", keep)
     more = ("checkpoint.every=2", "checkpoint.keep=1", "train.max_steps=8", "train.eval_every=3")

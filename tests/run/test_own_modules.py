@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
-from sbpflow.checkpoint.save import Saver
 from sbpflow.embedding.state import LogicalTensor
 from sbpflow.errors import SbpError
 from sbpflow.run.execution.job import start_job
 from sbpflow.run.export.plain_model import dense_part
 from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.saved.save import Saver
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.processes.garbage import collecting_later
 from sbpflow.runtime.ranks.world import World

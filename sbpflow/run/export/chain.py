@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.checkpoint.folder import good_checkpoints, sync_path
-from sbpflow.checkpoint.format import INDEX_FILE, digest_of
+from sbpflow.checkpoint.format import INDEX_FILE, Index, digest_of
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, DataError
 from sbpflow.run.export.growing_deltas import (
@@ -102,15 +102,17 @@ def export_newest(
     write_base: WriteBase,
     *,
     is_over: bool = False,
+    known: dict[str, Index] | None = None,
 ) -> tuple[str, str]:
-    """Export the newest good checkpoint in ``run`` unless its identity is ``seen``.
+    """Export the newest good checkpoint in ``run`` unless its identity is ``seen``. ``known`` is
+    that of ``open_checkpoint``.
 
     Returns two strings: the identity of the checkpoint, to pass as ``seen`` next time, and a log
     line, which is "" if nothing was exported. If ``is_over``, the run saves no more
     checkpoints, and a missing or damaged checkpoint raises CheckpointError or FileNotFoundError.
     """
     try:
-        checkpoint = next(good_checkpoints(run), None)
+        checkpoint = next(good_checkpoints(run, known=known), None)
         if checkpoint is None:
             if is_over:
                 raise CheckpointError(f"{run} contains no usable checkpoint to export")

@@ -10,7 +10,7 @@ from typing import Any
 from sbpflow.boxing.agreement import gather_values, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.folder import Claim, checked, keep_only, step_folder, tidy
-from sbpflow.checkpoint.format import Previous, digest_of
+from sbpflow.checkpoint.format import Index, Previous, digest_of
 from sbpflow.checkpoint.run_file import RunFacts, write_run
 from sbpflow.config.checks import writable_folder
 from sbpflow.config.metrics import Metric
@@ -62,6 +62,7 @@ class Checkpoints:
         self._stop: CoordinatedStop | None = None
         self.stops, self._last_saved = False, self.start.step
         self._lock: RunLock | Claim | None = None
+        self._known: dict[str, Index] = {}  # indexes of checkpoints that later ones may continue
         if not config.checkpoint.every:
             return
         if config.checkpoint.deltas and config.parallel.cuda_graph is True:
@@ -150,7 +151,8 @@ class Checkpoints:
     def _prune(self, step: int, best: int | None) -> None:
         if self._saver is not None and self._world.rank == 0:
             keep = self._config.checkpoint.keep
-            keep_only(self._saver.folder, newest=keep, step=step, and_step=best)
+            folder, known = self._saver.folder, self._known
+            keep_only(folder, newest=keep, step=step, and_step=best, known=known)
 
     def finished(self) -> None:
         """Mark the run as finished, so that it is not resumed automatically."""
