@@ -36,11 +36,10 @@ from sbpflow.data.prepare.bad_rows import bad_lines
 from sbpflow.data.prepare.content import manifest_content
 from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
 from sbpflow.data.prepare.encode import Encoding, encode_all
-from sbpflow.data.prepare.fetch import fetch_table
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.remote import version, written
 from sbpflow.data.prepare.report import report_values
-from sbpflow.data.prepare.source import Input, find_inputs
+from sbpflow.data.prepare.source import Input, fetch_table, find_inputs
 from sbpflow.data.prepare.stage import stage_inputs
 from sbpflow.data.prepare.workspace import (
     MARK,

@@ -10,7 +10,8 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from sbpflow.data.prepare.decompress import (
@@ -183,6 +184,23 @@ def _open_start(source: Input) -> IO[bytes]:
 
 def _natural(path: AnyPath) -> list[tuple[int, str]]:
     return [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", path.name)]
+
+
+def fetch_table(source: Input, work: Path) -> Input:
+    """Return ``source`` or, for a remote Parquet or Arrow file, a local copy in the work folder,
+    because such files can be read only if they are local. An existing copy is reused.
+    """
+    if not source.is_table or not isinstance(source.path, RemotePath):
+        return source
+    target = work / "fetched" / f"{source.order:05d}" / source.path.name
+    if not target.exists() or target.stat().st_size != source.num_bytes:
+        source.path.fetch(target)
+    if target.stat().st_size != source.num_bytes:
+        raise DataError(
+            f"{source.path} has {target.stat().st_size} bytes now but had {source.num_bytes} "
+            "before; rerun this command after the file has been written completely"
+        )
+    return replace(source, path=target)
 
 
 def read_piece(path: AnyPath, index: int, size: int) -> bytes:

@@ -124,7 +124,6 @@ COMPILED = (
     "compiled_half",
     "dense_loops",
     "growing",
-    "hash_loops",
     "json_loops",
     "key_exchange",
     "mark_loops",

@@ -496,5 +496,5 @@ def test_compiled_string_keys_are_blake2b(encoder_loops, text):
         raw = np.frombuffer(text.encode() + b"\n", dtype=np.uint8)
     except UnicodeEncodeError:
         assume(False)
-    first, second = import_module("sbpflow.serving.hash_loops").digest(raw, 0, len(raw) - 1)
+    first, second = import_module("sbpflow.serving.text_loops").digest(raw, 0, len(raw) - 1)
     assert (first, second & 0xFFFFFFFF) == cells.string_key(text)
