@@ -239,9 +239,10 @@ def keep_only(
     for path in paths[newest:]:
         if path not in needed:
             remove_checkpoint(path)
-    for digest, index in list((known or {}).items()):
-        if step_folder(folder, index.step) not in needed:
-            del known[digest]
+    if known is not None:
+        for digest, index in list(known.items()):
+            if step_folder(folder, index.step) not in needed:
+                del known[digest]
 
 
 def needed_by(paths: Iterable[AnyPath], known: dict[str, Index] | None = None) -> set[AnyPath]:
