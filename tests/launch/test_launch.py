@@ -265,20 +265,22 @@ def test_help_ends_quietly_if_its_output_pipe_is_closed(words: list[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "message"),
+    ("closed", "end", "code", "message"),
     [
-        ("0", 0, ""),
-        ("ConfigError('no')", 2, "\nerror: no\n"),
+        (">&-", "0", 0, ""),
+        (">&-", "ConfigError('no')", 2, "\nerror: no\n"),
+        ("2>&-", "0", 0, ""),
+        (">&- 2>&-", "ConfigError('no')", 2, ""),
     ],
 )
-def test_a_program_whose_output_is_closed_keeps_its_exit_code(end, code, message):
-    """Services may start a program with a closed standard output, as `>&-` does."""
+def test_a_program_whose_output_is_closed_keeps_its_exit_code(closed, end, code, message):
+    """Services may start a program with closed standard streams, as `>&-` does."""
     program = "from sbpflow.errors import ConfigError\n"
     program += "from sbpflow.runtime.processes.launch import run_main\n"
     program += "import sys\n"
     program += f"def main():\n    sys.stdout.write('a line')\n    end = {end}\n"
     program += "    if end:\n        raise end\n    return end\n\nrun_main(main)\n"
-    words = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program]
+    words = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
     done = subprocess.run(words, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (code, message)
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.embedding.state import LogicalTensor
-from sbpflow.errors import SbpError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.execution.job import start_job
 from sbpflow.run.export.plain_model import dense_part
 from sbpflow.run.model.spec import Fields, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
+from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.saved.save import Saver
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.processes.garbage import collecting_later
@@ -195,3 +196,14 @@ def test_checkpoints_contain_frozen_parameters_and_persistent_buffers(ranks, mem
             assert found[way] == wanted
         assert found["old"]["norm.weight"] == [0.5] * 9
         assert found["old"]["scale"] == 0.5
+
+
+def test_a_constant_of_another_shape_than_the_saved_one_is_refused():
+    given = config("3", LoadedModel())
+    spec, plan = plan_run(given, FIELDS, world_size=1, device_type="cpu")
+    saved = {f"dense/{name}": value for name, value in Loaded().state_dict().items()}
+    dense_part(spec, plan.embeddings, saved.__getitem__, saved, 1)
+    saved["dense/frozen"] = torch.ones(2, 4)
+    message = r"frozen has shape \[2, 3\] in plain\(\) of TorchModel, but \[2, 4\] in the check"
+    with pytest.raises(ConfigError, match=message):
+        dense_part(spec, plan.embeddings, saved.__getitem__, saved, 1)

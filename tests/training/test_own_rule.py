@@ -6,7 +6,7 @@ priced. Kernels that do not support it are not chosen.
 
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -253,13 +253,14 @@ def test_mistakes_in_state_declarations_are_named(monkeypatch):
         ScaledMomentum()
 
 
-def test_constants_that_cannot_be_compared_are_named():
+@pytest.mark.parametrize("factors", [{"a": 1.0}, ([0.5], 1.0)])
+def test_constants_that_cannot_be_compared_are_named(factors):
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Mapped(ScaledMomentum):
-        factors: dict[str, float] = field(default_factory=dict)
+        factors: object = ()
 
-    with pytest.raises(ConfigError, match="factors is a dict; use a number, a string, or a tuple"):
-        Mapped()
+    with pytest.raises(ConfigError, match="factors must be a number, a string, or a tuple of"):
+        Mapped(factors=factors)
 
 
 def test_a_user_optimizer_is_planned_and_priced():

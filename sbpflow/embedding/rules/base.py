@@ -6,7 +6,7 @@ belongs to the logical row, even if a rank stores only some of its columns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
@@ -134,11 +134,13 @@ class SparseOptimizer(ABC):
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, Hashable):  # tables with equal optimizers share a store
+            try:
+                hash(value)  # tables with equal optimizers share a store
+            except TypeError as error:
                 raise ConfigError(
-                    f"sparse optimizer {self.name}: {field.name} is a {type(value).__name__}; use "
-                    "a number, a string, or a tuple of these"
-                )
+                    f"sparse optimizer {self.name}: {field.name} must be a number, a string, or a "
+                    f"tuple of these, got {value}"
+                ) from error
             if field.name != "name" and (rule := broken_rule(value, hints[field.name])):
                 raise ConfigError(
                     f"sparse optimizer {self.name}: {field.name} must be {rule}, got {value} (for "

@@ -215,7 +215,14 @@ def dense_part(
             parameters[name].copy_(read(f"dense/{name}").reshape(expected.shape))
         for name, value in (*parameters.items(), *module.named_buffers()):
             if name not in spec.parameters and f"dense/{name}" in saved:
-                value.copy_(read(f"dense/{name}").reshape(value.shape))
+                constant = read(f"dense/{name}")
+                if constant.numel() != value.numel():
+                    raise ConfigError(
+                        f"model: {name} has shape {list(value.shape)} in plain() of "
+                        f"{type(spec).__name__}, but {list(constant.shape)} in the checkpoint; use "
+                        "the model of the run that saved it"
+                    )
+                value.copy_(constant.reshape(value.shape))
     return module.requires_grad_(False)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn
 
 from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError, PeerStoppedError
 from sbpflow.runtime.processes.exit_messages import Meeting, Reason
@@ -126,8 +126,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     exits with 1 and one rank's traceback. After a failure, all ranks exit within seconds, even if
     their threads are blocked.
     """
-    if cast("TextIO | None", sys.stdout) is None:  # the shell closed it, as `>&-` does
-        sys.stdout = Path(os.devnull).open("w")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it, as `>&-` does
+            setattr(sys, name, Path(os.devnull).open("w"))
     exits = _Exits()
     exits.watch_signals()
     try:
@@ -314,8 +315,7 @@ class _Exits:
                     sys.stderr.write(f"\n{mark}{reason.text}\n")
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
-                # The reader may have closed the pipe; a stream that the shell closed is None.
-                with contextlib.suppress(OSError, AttributeError):
+                with contextlib.suppress(OSError):  # the reader may have closed the pipe
                     stream.flush()
             # ``sys.exit`` is not used: gloo's and NCCL's threads could abort or hang Python's exit.
             os._exit(code)
