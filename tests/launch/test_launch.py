@@ -285,6 +285,14 @@ def test_a_program_whose_output_is_closed_keeps_its_exit_code(closed, end, code,
     assert (done.returncode, done.stderr) == (code, message)
 
 
+def test_programs_that_use_triton_end_without_a_report_of_leaks():
+    pytest.importorskip("triton")
+    program = "import triton\nfrom sbpflow.runtime.processes.launch import run_main\n"
+    words = [sys.executable, "-c", program + "run_main(lambda: 0)"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.slow
 def test_a_program_can_start_several_worlds_in_turn(tmp_path):
     script = """

@@ -146,7 +146,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         logger.debug("ending with exit code %d", code, exc_info=True)
         exits.leave(reason, code)
     exits.done()
-    gc.freeze()  # otherwise, Python would scan all objects at exit
+    if "triton" not in sys.modules:  # it would report all objects that still exist as leaks
+        gc.freeze()  # otherwise, Python would scan all objects at exit
     sys.exit(code)
 
 
