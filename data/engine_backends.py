@@ -286,6 +286,8 @@ class Dask(Backend):
                 # By default, Dask's workers profile themselves every 10 ms, return freed memory to
                 # the system, and leave a folder in TMPDIR.
                 parent: str | None = config.get("temporary-directory", None)
+                if parent is not None:
+                    os.makedirs(parent, exist_ok=True)  # as Dask does
                 folder = TemporaryDirectory(
                     dir=parent, prefix="sbpflow-", ignore_cleanup_errors=True
                 )

@@ -6,12 +6,15 @@ import signal
 import tempfile
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from sbpflow.data import engine_backends
 from sbpflow.data.__main__ import main
 from sbpflow.data.engine import Engine, EngineOptions, Home, open_engine
 from sbpflow.data.engine_backends import ENGINES, Threads
@@ -132,6 +135,16 @@ def test_a_dask_cluster_leaves_no_folder(tmp_path, monkeypatch):
         (folder,) = tmp_path.iterdir()
         assert list(folder.iterdir()), "the workers use it"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_temporary_directory_of_dask_is_created(tmp_path, monkeypatch):
+    parent = tmp_path / "not" / "made"
+    dask = Mock(**{"get.return_value": str(parent), "set.return_value": nullcontext()})
+    monkeypatch.setattr(engine_backends, "_required", lambda *names: dask)
+    with open_engine(EngineOptions("dask"), 1):
+        (folder,) = parent.iterdir()
+        assert dask.set.call_args.args[0]["temporary-directory"] == str(folder)
+    assert list(parent.iterdir()) == []
 
 
 @pytest.mark.few(1)
