@@ -72,7 +72,7 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
     if vocabulary is not None and (kind != "string" or vocabulary.string_ends is not None):
         count = len(vocabulary.keys)
         places = np.arange(1, 5) * (number + 7) * count // 37 % max(count, 1)
-        # without values, there are no places
+        # An empty vocabulary has no values to show, so the slice removes place 0.
         texts = list(map(str, decoded(vocabulary, kind, np.unique(places)[:count])))
     return [*texts, _UNKNOWN[kind], ""]
 
