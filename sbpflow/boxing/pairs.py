@@ -27,6 +27,9 @@ from sbpflow.runtime.ranks.world import Link
 from sbpflow.sbp.sbp import Reduction
 
 _MAX_TAG = 2**31 - 1
+# Two ranks combine at most this many bytes in one round of messages: they send as much as in two,
+# but each combines everything.
+_MOST_IN_ONE_ROUND = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +133,16 @@ def all_gather(gathered: Tensor, sent: Tensor, link: Link) -> Messages | None:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """An all-reduce in progress, in which every rank computes one piece of the result."""
+    """An all-reduce in progress, in which every rank computes one piece of the result or, with
+    ``one_round``, all of it.
+    """
 
     pieces: dict[int, Tensor]  # the result's pieces, keyed by the global rank that computes them
     terms: dict[int, Tensor]  # the other ranks' terms of this rank's piece, keyed by global rank
     messages: Messages
     op: Reduction
     link: Link
+    one_round: bool
 
     def wait(self) -> None:
         """Compute this rank's piece, send it to the other ranks, and receive their pieces.
@@ -148,8 +154,9 @@ class AllReduce:
         own = self.pieces[self.link.rank]
         terms = [self.terms.get(rank, own) for rank in self.pieces]  # in the order of the ranks
         own.copy_(combined(terms, range(len(terms)), self.op))
-        others = {rank: piece for rank, piece in self.pieces.items() if rank != self.link.rank}
-        pass_messages(dict.fromkeys(others, own), others, self.link).wait()
+        if not self.one_round:
+            others = {rank: piece for rank, piece in self.pieces.items() if rank != self.link.rank}
+            pass_messages(dict.fromkeys(others, own), others, self.link).wait()
 
 
 def gloo_drops_nan(op: Reduction, dtype: torch.dtype) -> bool:
@@ -167,10 +174,13 @@ def all_reduce(values: Tensor, op: Reduction, link: Link) -> AllReduce | None:
     needed = values.is_cpu and values.numel() and gloo_drops_nan(op, values.dtype)
     if not (needed or _in_memory(values.numel() * values.itemsize, link)):
         return None
-    pieces = dict(zip(link.ranks, values.tensor_split(len(link.ranks)), strict=True))
+    size = len(link.ranks)
+    one_round = size == 2 and values.numel() * values.itemsize <= _MOST_IN_ONE_ROUND
+    parts = [values] * size if one_round else values.tensor_split(size)
+    pieces = dict(zip(link.ranks, parts, strict=True))
     others = {rank: piece for rank, piece in pieces.items() if rank != link.rank}
     terms = {rank: torch.empty_like(pieces[link.rank]) for rank in others}
-    return AllReduce(pieces, terms, pass_messages(others, terms, link), op, link)
+    return AllReduce(pieces, terms, pass_messages(others, terms, link), op, link, one_round)
 
 
 def all_to_all(
