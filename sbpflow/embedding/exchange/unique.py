@@ -103,8 +103,7 @@ class UniqueGroup(RowGroup):
                 "settle first"
             )
         if early is None:
-            rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
-            rows = rows.to(self.plan.comm_dtype)
+            rows = self.read(batch)
             batch.pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
             return
         owned, wanted = early.owned, early.wanted
