@@ -208,6 +208,48 @@ def test_compiled_deduplication_finds_every_address(num_addresses):
     assert torch.equal(lookup.inverse(), addresses)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 16, 37])
+def test_merged_lists_equal_torch(width, dtype):
+    pytest.importorskip("numba")
+    from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
+
+    generator = torch.Generator().manual_seed(width)
+    for first, second in ((0, 0), (1, 0), (0, 3), (40, 40), (90, 5), (100, 100)):
+        for index in (torch.int32, torch.int64):
+            lists = [
+                torch.randperm(100, generator=generator)[:length].sort().values.to(index)
+                for length in (first, second)
+            ]
+            addresses = torch.cat(lists)
+            grads = torch.randn(addresses.numel(), width, dtype=dtype, generator=generator)
+            grads[::7] = float("inf")
+            grads[3::11] = float("nan")
+            plain, lookup = Lookup(addresses), CompiledLookup(addresses, indexer=Indexer(100))
+            for found, want in zip(
+                lookup.row_gradients(grads), plain.row_gradients(grads), strict=True
+            ):
+                assert torch.allclose(found, want, rtol=0, atol=0, equal_nan=True)
+            assert lookup._indexed is None  # the lists were merged
+            assert torch.equal(lookup.row_slots(), plain.rows())
+            assert torch.equal(lookup.inverse(), plain.inverse().int())
+
+
+@pytest.mark.parametrize("addresses", [[1, 1, 2], [3, 4, 2, 5, 0], [9, 8, 7], [2, 3, 3, 1]])
+def test_only_two_ascending_lists_are_merged(addresses):
+    pytest.importorskip("numba")
+    from sbpflow.embedding.storage.numba_storage import CompiledLookup, Indexer
+
+    at = torch.tensor(addresses)
+    grads = torch.randn(at.numel(), 4)
+    lookup = CompiledLookup(at, indexer=Indexer(10))
+    rows, sums = lookup.row_gradients(grads)
+    ascends = (at.diff() <= 0).sum() < 2
+    assert (lookup._indexed is None) == ascends
+    assert torch.equal(rows, at.unique())
+    assert torch.equal(sums, Lookup(at).row_gradients(grads)[1])
+
+
 @pytest.mark.parametrize("loop", [True, False])
 @pytest.mark.parametrize("width", [0, 1, 16, 37])
 def test_copied_rows_equal_torch_with_either_copy(monkeypatch, width, loop):

@@ -20,6 +20,7 @@ from sbpflow.runtime.compute.row_vectors import (
     add_scaled_row,
     add_scaled_to_rows,
     add_to_rows,
+    add_two_rows,
     copy_row,
     sum_of_rows,
     sum_of_scaled_rows,
@@ -181,6 +182,43 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
 
 
 @compiled
+def length_of_first_list(addresses: Array) -> int:
+    """Return the length of the first of two ascending lists of unique addresses, or -1 if there are
+    more than two.
+    """
+    first = addresses.size
+    for i in range(1, addresses.size):
+        if addresses[i] <= addresses[i - 1]:
+            if first < addresses.size:
+                return -1
+            first = i
+    return first
+
+
+@compiled
+def merge_rows(addresses: Array, first: int, grads: Array, rows: Array, sums: Array) -> int:
+    """Merge the ascending lists ``addresses[:first]`` and ``addresses[first:]``.
+
+    Write the unique addresses to ``rows`` [n], and the sums of their ``grads`` [n, width], in
+    order, to ``sums`` [n, width]. Return the number of unique addresses.
+    """
+    i, j, count = 0, first, 0
+    while i < first and j < addresses.size:
+        a, b = addresses[i], addresses[j]
+        rows[count] = min(a, b)
+        add_two_rows(sums, np.intp(count), grads, np.intp(i), a <= b, np.intp(j), b <= a)
+        i += a <= b
+        j += b <= a
+        count += 1
+    rest, end = (i, first) if i < first else (j, addresses.size)
+    for k in range(rest, end):
+        rows[count] = addresses[k]
+        add_two_rows(sums, np.intp(count), grads, np.intp(k), True, np.intp(k), False)
+        count += 1
+    return count
+
+
+@compiled
 def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
     """Sum ``grads`` [bags, width] by row, in order, into ``sums`` [unique, width].
 
@@ -228,16 +266,19 @@ def _prefetch_later(rows: Array, at: Array, first: int, end: int) -> None:
 
 
 @compiled
+def sum_of_squares(grads: Array, row: int) -> float:
+    """Return the sum of squares of a row, adding columns in order."""
+    total = grads.dtype.type(0)
+    for k in range(grads.shape[1]):
+        total = fma(grads[row, k], grads[row, k], total)
+    return total
+
+
+@compiled
 def add_squares(grads: Array, squares: Array) -> None:
-    """For each row of ``grads``, write the sum of squares to ``squares`` [n], adding columns in
-    order.
-    """
+    """For each row of ``grads``, write the sum of squares to ``squares`` [n]."""
     for j in range(grads.shape[0]):
-        squares[j] = 0
-        total = squares[j]
-        for k in range(grads.shape[1]):
-            total = fma(grads[j, k], grads[j, k], total)
-        squares[j] = total
+        squares[j] = sum_of_squares(grads, j)
 
 
 @compiled

@@ -17,7 +17,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
-from sbpflow.embedding.storage.compiled import fma
+from sbpflow.embedding.storage.compiled import fma, sum_of_squares
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch
 from sbpflow.runtime.compute.row_vectors import add_scaled_row
 
@@ -30,7 +30,9 @@ class RowArrays(NamedTuple):
     rows: Array  # Positions of the rows in the states, [touched] int.
     grads: Array  # Gradients of the rows, [touched, width].
     state: list[Array]  # In the order of ``SparseOptimizer.state``, [.., width] or [..].
-    squares: Array  # As in ``RowBlock.mean_squares``, or [0] without row state.
+    # As in ``RowBlock.mean_squares``; [0] without row state, or if the rows have all their columns
+    # and the function is ``rowwise_adagrad``, which then computes them.
+    squares: Array
     numbers: StepNumbers  # Python numbers, not tensors.
     number: Callable[[float | Tensor], float]  # Converts to the dtype of the arrays.
 
@@ -89,11 +91,13 @@ def _step_rowwise_adagrad(
     keep: float,
 ) -> None:
     one = total.dtype.type(1)
+    share = one / total.dtype.type(grads.shape[1])
     for j in range(at.size):
         if j + DISTANCE < at.size:
             prefetch(weights, at[j + DISTANCE])
             prefetch(total, rows[j + DISTANCE])
-        state = total[rows[j]] + squares[j]
+        square = squares[j] if squares.size else sum_of_squares(grads, j) * share
+        state = total[rows[j]] + square
         total[rows[j]] = state
         scale = (one / (np.sqrt(state) + eps)) * -lr
         add_scaled_row(weights, np.intp(at[j]), grads, j, scale, keep)

@@ -20,7 +20,7 @@ from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.lookup import Lookup
-from sbpflow.embedding.storage.numba_rules import RowArrays
+from sbpflow.embedding.storage.numba_rules import RowArrays, rowwise_adagrad
 from sbpflow.embedding.storage.rounding import DROPPED_BITS
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
 from sbpflow.runtime.random.streams import step_keys, stream_key
@@ -40,21 +40,33 @@ _POOLED_IDS, _BAG_IDS, _POOLED_ROWS = 1 << 19, 8, 1 << 17
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
-def take(block: Tensor, at: Tensor) -> Tensor:
-    """Return ``block[at]`` [n, width], using torch or the compiled loop, whichever is faster."""
+def take(block: Tensor, at: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``block[at]`` [n, width], using torch or the compiled loop, whichever is faster. The
+    loop writes to ``out`` if it has the right size.
+    """
     if (
         block.is_contiguous()
         and block.dtype in _EMPTY
         and _loop_is_faster(block.shape[1], block.dtype, at.dtype)
     ):
-        return _take_in_loop(block, at)
+        return _take_in_loop(block, at, out)
     return block.index_select(0, at)
 
 
-def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
-    out = block.new_empty(at.numel(), block.shape[1])
+def _take_in_loop(block: Tensor, at: Tensor, out: Tensor | None = None) -> Tensor:
+    out = _made(out, block, at.numel())
     compiled.take_rows(block.numpy(), at.contiguous().numpy(), out.numpy())
     return out
+
+
+def _made(out: Tensor | None, like: Tensor, rows: int) -> Tensor:
+    """Return ``out`` if it has as many rows, and the width and dtype of ``like``; otherwise, a new
+    tensor.
+    """
+    shape = (rows, like.shape[1])
+    if out is not None and out.shape == shape and out.dtype == like.dtype:
+        return out
+    return like.new_empty(shape)
 
 
 @cache
@@ -137,7 +149,9 @@ class Indexer:
     def wrap(self, lookup: Lookup) -> "CompiledLookup":
         """Return an equal lookup that deduplicates with this indexer."""
         uses = (lookup.addresses, lookup.offsets, lookup.weights)
-        return CompiledLookup(*uses, indexer=self).place(lookup.placed)
+        wrapped = CompiledLookup(*uses, indexer=self).place(lookup.placed)
+        wrapped.out, lookup.out = lookup.out, None
+        return wrapped
 
 
 class CompiledLookup(Lookup):
@@ -154,14 +168,15 @@ class CompiledLookup(Lookup):
         super().__init__(addresses, offsets, weights)
         self._indexer = indexer
         self._indexed: tuple[Tensor, Tensor] | None = None
+        self._merged: Tensor | None = None
 
     def rows(self) -> Tensor:
-        return self._index()[0]
+        return self._index()[0] if self._merged is None else self._merged
 
     def row_slots(self) -> Tensor:
-        rows, inverse = self._index()
         if self.placed is None:
-            return rows
+            return self.rows()
+        rows, inverse = self._index()
         # A row has the same slot wherever it occurs, so the order of these writes does not matter.
         return torch.empty_like(rows).scatter_(
             0, inverse.to(torch.int64), self.placed.to(rows.dtype)
@@ -170,10 +185,12 @@ class CompiledLookup(Lookup):
     def inverse(self) -> Tensor:
         return self._index()[1]
 
-    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        rows, inverse = self._index()
-        sums = grads.new_empty(rows.numel(), grads.shape[1])
+    def row_gradients(self, grads: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         array = grads.contiguous().numpy()
+        if (merged := self._merge(array)) is not None:
+            return merged
+        rows, inverse = self._index()
+        sums = _made(out, grads, rows.numel())
         if self.offsets is None and self.weights is None:
             compiled.sum_rows(array, inverse.numpy(), sums.numpy())
         else:
@@ -181,8 +198,26 @@ class CompiledLookup(Lookup):
             compiled.sum_bags(array, inverse.numpy(), ends, weights, sums.numpy())
         return rows, sums
 
+    def _merge(self, grads: NDArray[Any]) -> tuple[Tensor, Tensor] | None:
+        """Like ``row_gradients``, if the addresses are two ascending lists, such as the requests of
+        two ranks, that are not deduplicated yet; otherwise, return ``None``.
+        """
+        if self._indexed or self.offsets is not None or self.weights is not None:
+            return None
+        if self.placed is not None:
+            return None
+        addresses = self.addresses.contiguous().numpy()
+        first = compiled.length_of_first_list(addresses)
+        if first < 0:
+            return None
+        rows, sums = np.empty_like(addresses), np.empty_like(grads)
+        count = compiled.merge_rows(addresses, first, grads, rows, sums)
+        self._merged = torch.from_numpy(rows[:count])
+        return self._merged, torch.from_numpy(sums[:count])
+
     def take(self, rows: Tensor, at: Tensor) -> Tensor:
-        return take(rows, at)
+        out, self.out = self.out, None
+        return take(rows, at, out)
 
     def pool(self, rows: Tensor, positions: Tensor | None = None) -> Tensor:
         at = self.slots if positions is None else positions
@@ -253,6 +288,11 @@ class NumbaStorage(TorchStorage):
         ends, shares = _ends_and_weights(lookup, self.dtype)
         compiled_half.pool(bits, at, ends, shares, out.numpy(), dropped)
         return out
+
+    def _squares(self, grads: Tensor) -> Tensor | None:
+        # The loop of rowwise Adagrad computes them itself if the rows have all their columns.
+        is_whole = self._sum_over_columns is None and grads.shape[1] > 0
+        return None if is_whole and self._rule is rowwise_adagrad else super()._squares(grads)
 
     def row_squares(self, grads: Tensor) -> Tensor:
         squares = grads.new_zeros(grads.shape[0])
@@ -339,7 +379,8 @@ def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.
     )
     for address_dtype in (torch.int32, torch.int64):
         addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
-        for lookup in (Lookup(addresses), Lookup(addresses, torch.tensor([0, 1, 3]))):
+        lists = Lookup(addresses, torch.tensor([0, 1, 3]))
+        for lookup in (Lookup(addresses), Lookup(addresses.repeat(2)), lists):
             storage.lookup(lookup)
             storage.update(lookup, torch.zeros(lookup.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))

@@ -36,6 +36,33 @@ def _add(_: Node, out: Node, i: Node, rows: Node, j: Node) -> Node:
 
 
 @intrinsic
+def _add_two(
+    _: Node, out: Node, i: Node, rows: Node, j: Node, adds_j: Node, k: Node, adds_k: Node
+) -> Node:
+    _check(out, rows)
+    kinds = types.void(out, types.intp, rows, types.intp, types.boolean, types.intp, types.boolean)
+
+    def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
+        target, source = (_Matrix(context, builder, signature.args[n], values[n]) for n in (0, 2))
+
+        def each(column: Node, vector: Node) -> None:
+            bits = ir.VectorType(ir.IntType(8 * source.itemsize), vector.count)
+            total = ir.Constant(vector, [0.0] * vector.count)
+            for row, adds in (values[3:5], values[5:7]):
+                # A mask, because the CPU cannot predict a branch.
+                mask = _repeated(builder, builder.sext(adds, bits.element), bits)
+                value = builder.bitcast(source.load(source.address(row, column, vector)), bits)
+                added = builder.bitcast(builder.and_(value, mask), vector)
+                total = builder.fadd(total, added)
+            target.store(total, target.address(values[1], column, vector))
+
+        target.for_lanes(each)
+        return context.get_dummy_value()
+
+    return kinds, generate
+
+
+@intrinsic
 def _add_scaled(_: Node, out: Node, i: Node, rows: Node, j: Node, scale: Node, keep: Node) -> Node:
     _check(out, rows)
     return (
@@ -59,7 +86,7 @@ class _Matrix:
     def __init__(self, context: Node, builder: Node, kind: Node, array: Node) -> None:
         self._context, self._builder, self._kind = context, builder, kind
         self._view = context.make_array(kind)(context, builder, array)
-        self._align = context.get_abi_sizeof(context.get_value_type(kind.dtype))
+        self.itemsize = context.get_abi_sizeof(context.get_value_type(kind.dtype))
 
     def address(self, row: Node, column: Node, vector: Node) -> Node:
         """Return a pointer to the ``vector`` that starts at ``column`` of ``row``."""
@@ -71,12 +98,12 @@ class _Matrix:
     def load(self, pointer: Node) -> Node:
         """Load the vector at ``pointer``, which need not be aligned."""
         value = self._builder.load(pointer)
-        value.align = self._align
+        value.align = self.itemsize
         return value
 
     def store(self, value: Node, pointer: Node) -> None:
         """Store a vector at ``pointer``, which need not be aligned."""
-        self._builder.store(value, pointer).align = self._align
+        self._builder.store(value, pointer).align = self.itemsize
 
     def for_lanes(self, each: Callable[[Node, Node], None]) -> None:
         """Generate loops over the columns, with ``each(column, vector)`` as their bodies."""
@@ -200,6 +227,10 @@ copy_row = cast("Callable[[Array, Any, Array, Any], None]", _copy)
 """``copy_row(out, i, rows, j)`` computes ``out[i] = rows[j]``."""
 add_row = cast("Callable[[Array, Any, Array, Any], None]", _add)
 """``add_row(out, i, rows, j)`` computes ``out[i] += rows[j]``."""
+add_two_rows = cast("Callable[[Array, Any, Array, Any, bool, Any, bool], None]", _add_two)
+"""``add_two_rows(out, i, rows, j, adds_j, k, adds_k)`` sets ``out[i]`` to the sum of ``rows[j]`` if
+``adds_j`` and ``rows[k]`` if ``adds_k``, added in order to 0. Both rows must exist.
+"""
 add_scaled_row = cast("Callable[[Array, Any, Array, Any, float, float], None]", _add_scaled)
 """``add_scaled_row(out, i, rows, j, scale, keep)`` computes ``out[i] = rows[j] * scale + out[i] *
 keep``, rounding the first product and the sum together (fma).

@@ -61,8 +61,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]. The rows of a result
     may have padding.
     """
-    large = mkl_has_slow_shapes() and _is_large(x, weight.shape[0])
-    if _is_plain(x) and (onednn_is_faster() or large):
+    outputs, inputs = weight.shape
+    is_wide = onednn_is_faster() and outputs > inputs  # see ``add_weight_gradient``
+    is_large = _is_large(x, outputs) and (onednn_is_faster() or mkl_has_slow_shapes())
+    if _is_plain(x) and (is_wide or is_large):
         return _Linear.apply(bias, x, weight)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight, bias)
 
