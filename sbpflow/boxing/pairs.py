@@ -185,11 +185,13 @@ def all_to_all(
     """Like c10d's ``all_to_all_single``, along the first dim.
 
     ``sizes`` contains two lists: the sizes to receive from the link's ranks, and the sizes to
-    send to them. ``received`` and ``sent`` must be contiguous.
+    send to them. ``received`` and ``sent`` must be contiguous. If the size to receive from this
+    rank itself is 0, its own piece of ``sent`` is skipped.
     """
     receives = dict(zip(link.ranks, received.split_with_sizes(sizes[0]), strict=True))
     sends = dict(zip(link.ranks, sent.split_with_sizes(sizes[1]), strict=True))
     own_target, own_source = receives.pop(link.rank), sends.pop(link.rank)
     messages = pass_messages(sends, receives, link)
-    own_target.copy_(own_source)  # this copy overlaps the transfer
+    if own_target.numel():
+        own_target.copy_(own_source)  # this copy overlaps the transfer
     return messages

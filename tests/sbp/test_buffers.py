@@ -12,6 +12,7 @@ from sbpflow.boxing import program as boxing_program
 from sbpflow.boxing.buffers import Loan, Staging
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.program import compile_step
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests import oracle
 from tests.oracle import line_layout
@@ -113,6 +114,13 @@ def _sum_in_order(world, apart, dst):
 def test_sums_are_in_rank_order(ranks, apart, dst):
     for values, expected in ranks(4, _sum_in_order, apart, dst):
         assert values == [expected]
+
+
+def test_no_rank_receives_its_own_term():
+    (step,) = _steps(4, P, S0, (8, 4))
+    with _own_terms(True):
+        programs = [compile_step(step, rank, in_pairs=True) for rank in range(4)]
+    assert [program.receive_shape for program in programs] == [(3, 2, 4)] * 4
 
 
 def _half_sum(world, dtype_name, apart):
