@@ -149,7 +149,7 @@ class AllReduce:
         self.messages.wait()
         own = self.pieces[self.link.rank]
         terms = [self.terms.get(rank, own) for rank in self.pieces]  # in the order of the ranks
-        own.copy_(combined(terms, range(len(terms)), self.op))
+        own.copy_(combined(terms, range(len(terms)), self.op, out=terms[0]))
         others = {rank: piece for rank, piece in self.pieces.items() if rank != self.link.rank}
         pass_messages(dict.fromkeys(others, own), others, self.link).wait()
 
