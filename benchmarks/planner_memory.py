@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from benchmarks.record import Results
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import BUFFERS
+from sbpflow.embedding.storage import huge_pages
 from sbpflow.planner.calibration.design import Law, Sample, draw_plans
 from sbpflow.planner.calibration.measure import measure_in_turns
 from sbpflow.planner.clusters import described
@@ -85,7 +87,7 @@ class _MallocInfo(ctypes.Structure):
 
 def allocated_bytes(run: Callable[[], object]) -> int:
     """Return the peak of the allocated memory during ``run``, minus the memory allocated before.
-    Blocks of rows of at least 4 MiB, which have mappings of their own, are not counted.
+    Rows and optimizer state, which get mappings of their own, are not counted.
     """
     info = ctypes.CDLL("libc.so.6").mallinfo2
     info.restype = _MallocInfo
@@ -106,7 +108,8 @@ def allocated_bytes(run: Callable[[], object]) -> int:
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        run()
+        with patch.object(huge_pages, "LEAST_BYTES", 1):
+            run()
     finally:
         ended.set()
         watching.join()

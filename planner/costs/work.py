@@ -127,6 +127,7 @@ def _facts(task: Task, table: TableConfig, exchange: Exchange, hosts: int) -> Fa
         sent_item=(task.comm_dtype or task.dtype).itemsize,
         window=_window(task),
         index_item=INDEX_ITEM[task.device_type],
+        sorts_ahead=task.device_type == "cuda",
         batches=task.accumulate,
         state=rule.state_counts,
         slot_share=slot_share,

@@ -202,18 +202,21 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
-def combined(terms: Sequence[Tensor], places: Sequence[int], op: Reduction) -> Tensor:
+def combined(
+    terms: Sequence[Tensor], places: Sequence[int], op: Reduction, out: Tensor | None = None
+) -> Tensor:
     """Combine two or more terms of the same shape with ``op``, in the order of their ``places`` in
-    ``terms``. Half-precision values are combined in float32.
+    ``terms``. Half-precision values are combined in float32; other values in ``out``, if given,
+    which may be one of the first two terms.
     """
     combine, dtype = _COMBINE[op], terms[0].dtype
     wide = _wide(dtype)
-    if wide != dtype:
-        terms = [term.to(wide) for term in terms]
-    out = combine(terms[places[0]], terms[places[1]])
-    for place in places[2:]:
-        combine(out, terms[place], out=out)
-    return out if wide == dtype else out.to(dtype)
+    first, *others = (terms[place] for place in places)
+    total = first.to(wide)
+    out = out if wide == dtype else total
+    for term in others:
+        total = out = combine(total, term.to(wide), out=out)
+    return total.to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Sends messages between pairs of ranks, and implements all-to-all and, for ranks that share
 memory, all-gather and all-reduce with these messages.
 
-Messages of up to 256 MiB between ranks of a host use shared memory where the host supports it; all
-other messages use gloo.
+Messages of up to 256 MiB between ranks of a host use shared memory where the host supports it,
+except those of large all-gathers; all other messages use gloo.
 
 gloo's own all-to-all posts its sends before its receives. A rank's ready-to-receive notice travels
 in the same stream as its data. The slower of two ranks therefore sends its notice only after all
@@ -12,7 +12,7 @@ not share memory, separate messages are not faster, and a collective needs fewer
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -110,20 +110,22 @@ def exchange_regions(
     return Messages(arriving)
 
 
-def _in_memory(total_bytes: int, link: Link) -> bool:
-    """Return whether the ranks share memory, and this rank may send ``total_bytes`` through it."""
-    shared = link.shared
-    return shared is not None and 0 < total_bytes <= MOST_GATHERED and shared.connects(link.ranks)
+def _share_memory(link: Link) -> bool:
+    """Return whether all ranks of the link share memory."""
+    return link.shared is not None and link.shared.connects(link.ranks)
 
 
 def all_gather(gathered: Tensor, sent: Tensor, link: Link) -> Messages | None:
     """Like c10d's ``all_gather_into_tensor``, with flat contiguous tensors.
 
-    Returns None, on all ranks, if the tensors are empty or too large, or the ranks do not share
-    memory.
+    Returns None, on all ranks, if the tensors are empty or the ranks do not share memory. Messages
+    that are too large for shared memory use gloo, whose own all-gather would need a second buffer
+    for all parts.
     """
-    if not _in_memory((len(link.ranks) - 1) * sent.numel() * sent.itemsize, link):
+    if not sent.numel() or not _share_memory(link):
         return None
+    if (len(link.ranks) - 1) * sent.numel() * sent.itemsize > MOST_GATHERED:
+        link = replace(link, shared=None)
     receives = dict(zip(link.ranks, gathered.split(sent.numel()), strict=True))
     own_target = receives.pop(link.rank)
     messages = pass_messages(dict.fromkeys(receives, sent), receives, link)
@@ -153,7 +155,7 @@ class AllReduce:
         self.messages.wait()
         own = self.pieces[self.link.rank]
         terms = [self.terms.get(rank, own) for rank in self.pieces]  # in the order of the ranks
-        own.copy_(combined(terms, range(len(terms)), self.op))
+        own.copy_(combined(terms, range(len(terms)), self.op, out=terms[0]))
         if not self.one_round:
             others = {rank: piece for rank, piece in self.pieces.items() if rank != self.link.rank}
             pass_messages(dict.fromkeys(others, own), others, self.link).wait()
@@ -172,7 +174,8 @@ def all_reduce(values: Tensor, op: Reduction, link: Link) -> AllReduce | None:
     do not share memory. If ``gloo_drops_nan``, all tensors on CPU that are not empty are reduced.
     """
     needed = values.is_cpu and values.numel() and gloo_drops_nan(op, values.dtype)
-    if not (needed or _in_memory(values.numel() * values.itemsize, link)):
+    fits = 0 < values.numel() * values.itemsize <= MOST_GATHERED and _share_memory(link)
+    if not (needed or fits):
         return None
     size = len(link.ranks)
     one_round = size == 2 and values.numel() * values.itemsize <= _MOST_IN_ONE_ROUND
@@ -192,11 +195,13 @@ def all_to_all(
     """Like c10d's ``all_to_all_single``, along the first dim.
 
     ``sizes`` contains two lists: the sizes to receive from the link's ranks, and the sizes to
-    send to them. ``received`` and ``sent`` must be contiguous.
+    send to them. ``received`` and ``sent`` must be contiguous. If the size to receive from this
+    rank itself is 0, its own piece of ``sent`` is skipped.
     """
     receives = dict(zip(link.ranks, received.split_with_sizes(sizes[0]), strict=True))
     sends = dict(zip(link.ranks, sent.split_with_sizes(sizes[1]), strict=True))
     own_target, own_source = receives.pop(link.rank), sends.pop(link.rank)
     messages = pass_messages(sends, receives, link)
-    own_target.copy_(own_source)  # this copy overlaps the transfer
+    if own_target.numel():
+        own_target.copy_(own_source)  # this copy overlaps the transfer
     return messages

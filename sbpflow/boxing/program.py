@@ -263,22 +263,26 @@ def _leave_out_own(
 
     Return None if this rank sends itself no piece or nothing else, or if leaving the piece out
     would cost an extra copy. No extra copy is needed if the other pieces still form one range of
-    the part, or if they must be packed anyway.
+    the part, if they must be packed anyway, or if they are sent as separate messages.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
     part_shape = base.part_shape or ()
     leaving = [piece for peer, piece in sent.items() if peer != rank]
     run = run_of(leaving, part_shape)
-    if run is None and _in_order(sent, part_shape):
+    is_between = run is None and _in_order(sent, part_shape)  # the own piece divides the others
+    if is_between and not base.in_pairs:
         return None
     at = group.index(rank)
     coming_sizes, leaving_sizes = (
         [0 if n == at else size for n, size in enumerate(sizes)] for sizes in base.sizes
     )
+    pack = packer(leaving, part_shape) if run is None else run_taker(run)
+    if is_between:  # the send buffer is the part itself, of which messages skip the own piece
+        pack, leaving_sizes = base.pack, base.sizes[1]
     return replace(
         base,
-        pack=packer(leaving, part_shape) if run is None else run_taker(run),
+        pack=pack,
         receive_shape=(sum(coming_sizes),),
         keeps_received=False,
         sizes=(coming_sizes, leaving_sizes),

@@ -94,6 +94,7 @@ class Facts:
     ``window`` is the number of batches whose ids are in memory at the same time. A lookup's address
     and its place among the unique rows take ``index_item`` bytes. A step has ``batches`` batches.
     ``state`` contains the number of optimizer state values per row and the number per element.
+    With ``sorts_ahead``, ids are sorted when they are received; otherwise, in the update.
     """
 
     world_size: int
@@ -114,6 +115,7 @@ class Facts:
     sent_item: float = 4.0
     window: int = 1
     index_item: float = INDEX_ITEM["cpu"]
+    sorts_ahead: bool = False
     batches: int = 1
     state: tuple[int, int] = (0, 0)
     slot_share: float = 1.0  # Share of rows that are on the device.
@@ -133,6 +135,17 @@ class Facts:
         """Return the number of lookups for one rank's samples."""
         return self.lookups / self.world_size
 
+    @property
+    def bags(self) -> float:
+        """Return the number of bags with offsets in the global batch; a bag of one id has none."""
+        bags = self.batch_size * self.vectors
+        return 0.0 if self.lookups == bags else bags
+
+    @property
+    def received(self) -> int:
+        """Return the number of batches whose ids have been received at the same time."""
+        return max(self.batches, self.window - 1)
+
     def stored(self, rows: float, width: float) -> float:
         """Return the bytes that a shard and its optimizer state occupy on the device."""
         by_row, by_element = self.state
@@ -148,25 +161,45 @@ class Facts:
         passes = elements * max(1, sum(self.state))
         return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
 
-    def sums_bytes(self, rows: float, width: float, out: float) -> float:
-        """Return by how many bytes the summed gradients in an update exceed the vectors and
-        gradients of this rank's samples, which are freed before the update. Each batch has
-        ``rows`` rows. ``out`` is the number of elements of these vectors for the tables that this
-        rank updates, if all ranks update equally many.
+    def address_bytes(self, ids: float, bags: float) -> float:
+        """Return the bytes of the addresses (int64) of ``ids`` and of the offsets of ``bags``, in
+        all received batches.
         """
-        return self.item * max(self.batches * self.step_share * rows * width - 2 * out, 0.0)
+        ahead = self.index_item if self.sorts_ahead else 0.0
+        return self.received * ((8.0 + ahead) * ids + 8.0 * bags)
 
-    def collected_bytes(self, elements: float, ids: float, sums: float) -> float:
+    def request_bytes(self, ids: float) -> float:
+        """Return the bytes of the addresses (int32) and the index of requested ``ids``."""
+        ahead = self.index_item if self.sorts_ahead else 4.0
+        return ids * (self.batches * self.index_item + (self.received - self.batches) * ahead)
+
+    def update_index(self, ids: float) -> float:
+        """Return the bytes of the index of ``ids`` that only the update of a batch needs."""
+        return 0.0 if self.sorts_ahead else self.index_item * ids
+
+    def sums_bytes(self, rows: float, width: float, out: float, padded: float = 0.0) -> float:
+        """Return by how many bytes the summed gradients in an update, with their squares if there
+        is state per row, exceed the vectors and gradients of this rank's samples, which are freed
+        before the update. Each batch has ``rows`` rows. ``out`` is the number of elements of these
+        vectors for the tables that this rank updates, if all ranks update equally many. To sum
+        squares over ranks, a copy of ``padded`` squares and the other ranks' squares are needed.
+        """
+        summed = self.batches * self.step_share * rows * (width + bool(self.state[0]))
+        return self.item * (summed + 2 * padded - 2 * out)
+
+    def collected_bytes(
+        self, elements: float, ids: float, sums: float, index: float = 0.0
+    ) -> float:
         """Return the bytes of the gradients of a step, and of their ``sums`` in its update. Each
-        batch has ``ids`` ids and gradients with ``elements`` elements. Those of several batches are
-        joined while the parts are still in memory. The joined ids (8 bytes each) have an index of
-        their own.
+        batch has ``ids`` ids and gradients with ``elements`` elements; the update needs ``index``
+        bytes for each batch. The gradients of several batches are joined while the parts are still
+        in memory. The joined ids (8 bytes each) have an index of their own.
         """
         gradients = self.batches * elements * self.item
         if self.batches == 1:
-            return gradients + sums
+            return gradients + max(sums + index, 0.0)
         joined = self.batches * ids * (8 + self.index_item)
-        return gradients + max(gradients, sums + joined)
+        return gradients + max(gradients, max(sums, 0.0) + joined) + self.batches * index
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
         """Return the bytes that are sent to sum squared gradients over the ranks that share

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.planner_memory import allocated_bytes
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
@@ -118,6 +119,14 @@ def test_local_addresses_leave_out_remote_rows():
             assert rows.tolist() == ([piece.base + row - piece.row_start] if here else [])
             held += here
     assert held == 8
+
+
+def test_ids_of_other_ranks_take_little_memory_while_they_are_left_out():
+    stack = stack_of(make_case(**{name: Spec("S(0)", "reduce") for name in "abcd"}), 3, "reduce")
+    ids = BatchIds(torch.zeros(400_000, 4, dtype=torch.int32), None)
+    addresses = LocalAddresses(stack, 2, CPU)
+    # per id: a flag, and the end of its bag with a copy
+    assert allocated_bytes(lambda: addresses.make_lookup(ids, pooled=False)) < 21 * 1_600_000
 
 
 def test_row_gradients_sum_all_bags_of_a_row():

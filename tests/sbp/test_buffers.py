@@ -10,8 +10,10 @@ import torch
 from sbpflow.boxing import buffers as staging
 from sbpflow.boxing import program as boxing_program
 from sbpflow.boxing.buffers import Loan, Staging
+from sbpflow.boxing.copies import combined
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
+from sbpflow.boxing.program import compile_step
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from tests import oracle
 from tests.oracle import line_layout
@@ -113,6 +115,19 @@ def _sum_in_order(world, apart, dst):
 def test_sums_are_in_rank_order(ranks, apart, dst):
     for values, expected in ranks(4, _sum_in_order, apart, dst):
         assert values == [expected]
+
+
+def test_no_rank_receives_its_own_term():
+    (step,) = _steps(4, P, S0, (8, 4))
+    with _own_terms(True):
+        programs = [compile_step(step, rank, in_pairs=True) for rank in range(4)]
+    assert [program.receive_shape for program in programs] == [(3, 2, 4)] * 4
+
+
+def test_terms_can_be_combined_in_place():
+    terms = [torch.full((3,), float(n)) for n in (1, 2, 4)]
+    assert combined(terms, [1, 0, 2], "sum", out=terms[0]) is terms[0]
+    assert terms[0].tolist() == [7.0] * 3
 
 
 def _half_sum(world, dtype_name, apart):

@@ -159,16 +159,21 @@ class LocalGroup(AddressedGroup):
         if self.world.size == 1:
             self.keep(batch, batch.lookups, parts)
             return
-        flat = grad.new_zeros(sum(self._sizes), dtype=self._steps[0].dtype)
+        flat = self._dense_gradients(batch.lookups, parts)
+        batch.pending = self.start(self._steps, flat, GRADIENTS, donate=True)
+
+    def _dense_gradients(self, lookups: list[Lookup], parts: list[Tensor]) -> Tensor:
+        """Return the gradients of all rows, with a last column that is 1 in touched rows, for every
+        member in turn.
+        """
+        flat = parts[0].new_zeros(sum(self._sizes), dtype=self._steps[0].dtype)
         tables = flat.split(self._sizes)
-        for lookup, member, part, own in zip(
-            batch.lookups, self.members, parts, tables, strict=True
-        ):
+        for lookup, member, part, own in zip(lookups, self.members, parts, tables, strict=True):
             rows, sums = member.store.kernel.row_gradients(lookup, part)
             rows, table = rows.to(torch.int64), own.view(-1, member.stack.dim + 1)
             table[:, :-1].index_copy_(0, rows, sums.to(table.dtype))
             table[:, -1].index_fill_(0, rows, 1)
-        batch.pending = self.start(self._steps, flat, GRADIENTS, donate=True)
+        return flat
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         if self.world.size == 1:  # ``send_grads`` has already collected the gradients

@@ -186,10 +186,11 @@ class LocalAddresses:
         is_local = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
         if absent is not None:
             return Lookup(torch.where(is_local, addresses, absent), offsets, weights)
+        addresses = addresses[is_local]  # first, to free the addresses of all ids
         ends = _ends(is_local)
         offsets = ends if offsets is None else ends.index_select(0, offsets)
         weights = None if weights is None else weights[is_local]
-        return Lookup(addresses[is_local], offsets, weights)
+        return Lookup(addresses, offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:
         """Like ``make_lookup`` for lists, but in one compiled pass."""

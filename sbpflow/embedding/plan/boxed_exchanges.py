@@ -37,9 +37,12 @@ class Alone(Exchange):
         out = facts.batch_size * facts.dim * facts.vectors
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
-            "buffer_bytes": facts.window * facts.index_item * facts.lookups
+            "buffer_bytes": facts.address_bytes(facts.lookups, facts.bags)
             + facts.collected_bytes(
-                out, facts.lookups, facts.sums_bytes(facts.touched, facts.dim, out)
+                out,
+                facts.lookups,
+                facts.sums_bytes(facts.touched, facts.dim, out),
+                facts.update_index(facts.lookups),
             ),
             **looked_up(facts.lookups, facts.dim),
             "out_elements": out,
@@ -76,16 +79,17 @@ class DenseAllreduce(Exchange):
         return (Stage(purpose="gradients", steps=steps),)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        out = facts.batch_size / facts.world_size * facts.dim * facts.vectors
+        size, local = facts.world_size, facts.local_lookups
+        out = facts.samples * facts.dim * facts.vectors
         numbers = facts.num_rows * (facts.dim + 1.0)
-        sent = 2 * (facts.world_size - 1) / facts.world_size * numbers * facts.sent_item
+        sent = 2 * (size - 1) / size * numbers * facts.sent_item
         updated = facts.sums_bytes(facts.touched, facts.dim, out)
         if facts.batches > 1:
             updated = facts.collected_bytes(facts.touched * facts.dim, facts.touched, updated)
         return {
             "memory_bytes": facts.stored(facts.num_rows, facts.dim),
             **facts.steps(facts.touched, facts.dim),
-            **looked_up(facts.local_lookups, facts.dim),
+            **looked_up(local, facts.dim),
             "out_elements": out,
             "home_elements": out,
             "whole_elements": numbers,
@@ -94,11 +98,15 @@ class DenseAllreduce(Exchange):
             # where unique rows are 2.9% faster.
             "copied_bytes": 25 * numbers * facts.sent_item,
             "reduced_bytes": sent,
-            # The largest part is either the sent gradients with those of the rank's own rows, or
-            # the received gradients with those of all touched rows.
-            "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
+            # The largest part is either the sent gradients with those of the rank's own rows and
+            # their index, or the gradients with the terms of other ranks (in all-reduces through
+            # shared memory), or the received gradients with those of all touched rows.
+            "buffer_bytes": facts.address_bytes(local, facts.bags / size)
             + max(
-                numbers * facts.sent_item + facts.wanted * facts.dim * facts.item,
+                numbers * facts.sent_item
+                + facts.wanted * facts.dim * facts.item
+                + facts.update_index(local),
+                numbers * facts.sent_item * (2 - 1 / size) - 2 * out * facts.item,
                 numbers * facts.item + updated,
             ),
         }
@@ -134,8 +142,8 @@ class _Boxed(Exchange):
         return {
             "home_elements": received,
             "copied_bytes": 2 * facts.sent_item * (1 + cut[0]) * out,
-            # partial sums from the other owners of rows
-            "buffer_bytes": (received - out) * facts.item,
+            # the receive buffer of partial sums, which is kept for the next batch
+            "buffer_bytes": received * facts.sent_item * self.adds_terms,
             "gradient_bytes": received * facts.sent_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
@@ -146,11 +154,10 @@ class _Boxed(Exchange):
         # Unless all ranks share the same rows, the sums of squares are padded to the largest batch
         # (``GroupPlan.squares_sent``).
         alike = cut[1] == size and not self.adds_terms
+        squares = facts.step_share * touched if alike else facts.most_lookups
         return {
             "memory_bytes": facts.stored(rows, width),
-            "buffer_bytes": facts.window * 8 * facts.lookups
-            + facts.batches * facts.index_item * reads
-            + facts.collected_bytes(out, reads, facts.sums_bytes(touched, width, out)),
+            "buffer_bytes": self._part_bytes(facts, cut, width, squares),
             "seen_ids": facts.lookups,
             **looked_up(reads, width),
             "out_elements": out,
@@ -160,8 +167,34 @@ class _Boxed(Exchange):
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.sent_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,
             **facts.steps(touched, width),
-            **facts.squares(facts.step_share * touched if alike else facts.most_lookups, cut),
+            **facts.squares(squares, cut),
         }
+
+    def _part_bytes(self, facts: Facts, cut: Cut, width: float, squares: float) -> float:
+        """Return the bytes that a shard needs in transfers and updates. The ranks that share its
+        rows sum this number of ``squares`` in each batch.
+        """
+        item, reads = facts.item, facts.lookups / cut[0]
+        out = facts.batch_size * width * facts.vectors
+        own = out / cut[0]  # elements of the vectors of this rank's samples, for its shards
+        filters, shares = cut[0] > 1 and not facts.sorts_ahead, facts.shares_state and cut[1] > 1
+        bags = facts.batch_size * facts.vectors if filters else facts.bags
+        held = facts.window * 4.0 * facts.sent_ids
+        held += facts.address_bytes(reads if filters else facts.lookups, bags)
+        if self.adds_terms and cut[0] > 1 and cut[1] == 1:
+            # ``home`` includes the rank's own term, which is not sent.
+            held -= facts.samples * width * facts.vectors * facts.sent_item
+        padded = facts.batches * squares if shares else 0.0
+        sums = facts.sums_bytes(facts.touched / cut[0], width, own, padded)
+        phases = [facts.collected_bytes(out, reads, sums, facts.update_index(reads))]
+        if facts.sent_item != item:  # received gradients are converted
+            phases.append(out * (facts.sent_item + item) - 2 * own * item)
+        if filters and facts.sent_ids == facts.lookups:
+            # While a rank selects its own ids in a matrix, each id has a flag and two copies of an
+            # offset. The next batch is sent later.
+            arriving = (1 + 2 * 8 - 4) * facts.lookups
+            phases.append(arriving - 2 * own * item)
+        return held + max(phases)
 
 
 class Columns(_Boxed):

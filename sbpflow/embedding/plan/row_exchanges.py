@@ -129,7 +129,7 @@ class CopiedRows(RowExchange):
             "update_ids": wanted * size,
             "update_elements": wanted * size * dim,
             "buffer_bytes": facts.window * facts.index_item * facts.local_lookups
-            + facts.batches * wanted * size * facts.index_item
+            + facts.request_bytes(wanted * size)
             # The rank's own gradients are freed before the update sums the gathered ones.
             + max(
                 (own + gathered) * facts.sent_item,
@@ -270,7 +270,7 @@ def _served(
     sums = facts.sums_bytes(touched, width, elements)
     return {
         "memory_bytes": facts.stored(rows, width),
-        "buffer_bytes": facts.batches * requested * facts.index_item
+        "buffer_bytes": facts.request_bytes(requested)
         + facts.collected_bytes(elements, requested, sums),
         **looked_up(requested, width),
         **facts.steps(touched, width),

@@ -121,7 +121,7 @@ class UniqueTwoLevel(Exchange):
             # The sums of this rank's samples and those received from its host exist together with
             # the merged sums.
             "buffer_bytes": facts.window * facts.index_item * (facts.local_lookups + wanted)
-            + facts.batches * merged * facts.index_item
+            + facts.request_bytes(merged)
             + dim * 2 * wanted * facts.item
             + facts.collected_bytes(
                 dim * merged, merged, facts.sums_bytes(touched, dim, dim * merged)
