@@ -5,7 +5,7 @@ Each test lets an unknown value pass the checks at its source, like a value that
 not to the chains.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import get_args
@@ -39,6 +39,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.learning_rate import rate_factor
+from sbpflow.training.metrics import GROUPED, Evaluation
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,8 @@ def test_a_kernel_refuses_an_unknown_rule():
 
 def test_every_metric_has_an_entry():
     assert tuple(METRICS) == get_args(Metric)
+    assert {name for name, kind in METRICS.items() if kind.needs_groups} == set(GROUPED)
+    assert set(METRICS) <= {field.name for field in fields(Evaluation)}
     assert METRICS["auc"].is_better(0.9, 0.5, 0.0)
     assert METRICS["logloss"].is_better(0.5, 0.9, 0.0)
 
