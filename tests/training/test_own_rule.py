@@ -332,6 +332,19 @@ def test_every_kernel_of_a_rule_exists():
     assert found["fbgemm"] == {"sgd", "adagrad", "rowwise_adagrad"}
 
 
+def test_kernels_without_a_function_for_a_built_in_rule_are_not_chosen(monkeypatch):
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Tripled(Sgd):
+        name: str = "tripled"
+
+    monkeypatch.setitem(RULES, "tripled", Tripled)
+    for device in ("cpu", "cuda"):
+        faults = kernel_faults(facts(device, optimizer=Tripled()), {})
+        for kernel in ("numba", "fbgemm", "triton"):
+            assert faults[kernel] == f"kernel {kernel} does not support tripled"
+        assert choose_kernel("auto", facts(device, optimizer=Tripled()), {}).name == "torch"
+
+
 def test_a_class_derived_from_a_built_in_rule_does_not_inherit_its_functions():
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Doubled(Sgd):

@@ -109,8 +109,8 @@ class SparseOptimizer(ABC):
     # ``state`` maps the name of each state to its shape: one value per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". For a built-in optimizer without this mapping, every kernel except
-    # FBGEMM has a function that is named after the optimizer.
+    # "package.module:function". A built-in optimizer without this mapping is supported by each
+    # kernel whose module of rules has a function with the name of the optimizer.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
     # ``one_rate`` is the reason why the learning rate must stay constant during a run; ``None`` if
     # the learning rate may change.

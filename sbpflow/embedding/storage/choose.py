@@ -25,7 +25,6 @@ from sbpflow.embedding.rules.base import (
     SumOverColumns,
 )
 from sbpflow.embedding.rules.registry import function_path
-from sbpflow.embedding.storage import fbgemm_rules
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.fbgemm_storage import FbgemmStorage
 from sbpflow.embedding.storage.lookup import Lookup
@@ -75,9 +74,6 @@ class StackFacts:
 
 def _fbgemm_fault(stack: StackFacts) -> str | None:
     """Return why FBGEMM cannot give equal results for a stack, or ``None`` if it can."""
-    module, _, function = str(function_path(stack.optimizer, "fbgemm")).partition(":")
-    if module == fbgemm_rules.__name__ and not hasattr(fbgemm_rules, function):
-        return f"kernel fbgemm does not support {stack.optimizer.name}"
     if stack.dtype != torch.float32:
         return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows"
     if stack.row_dtype in HALF_DTYPES:
