@@ -17,7 +17,7 @@ from sbpflow.config.parse import Aliases, PathOr, brief
 from sbpflow.config.storage_rules import StorageRule, server_rule
 from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import TableLayout
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Range

@@ -34,7 +34,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.choose import KernelChoice, choose_kernels, warm_up_kernels
 from sbpflow.embedding.storage.initial import fill_shard

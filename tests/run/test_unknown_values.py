@@ -27,9 +27,10 @@ from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
 from sbpflow.embedding.plan.row_storage import Outside
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
-from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.kernels import COMPILED, CompiledKernel
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import COMPILED, KernelChoice, make_kernel
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.export.row_formats import make_rows

@@ -20,10 +20,10 @@ from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.commands.explain import explain
 from sbpflow.config.load import config_from_tree, dump_config, load_config
 from sbpflow.config.parse import plain
+from sbpflow.embedding.rules.kernels import StackFacts
 from sbpflow.embedding.rules.registry import RULES, kernel_function, sparse_optimizer
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.embedding.storage.choose import (
-    StackFacts,
     choose_kernel,
     choose_kernels,
     kernel_faults,

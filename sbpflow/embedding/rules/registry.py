@@ -13,7 +13,8 @@ from pkgutil import iter_modules
 from typing import Any, TypeGuard
 
 from sbpflow.embedding import rules
-from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.kernels import CompiledKernel
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.fields.own_class import import_own_class
 

@@ -31,7 +31,7 @@ from sbpflow.config.table_rules import Hosts, ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.exchanges import legal_exchanges
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.plan.vocabularies import vocabulary_name
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.execution.job import Job
