@@ -14,8 +14,9 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.parse import Aliases, PathOr, brief
-from sbpflow.config.storage_rules import StorageRule, server_rule
+from sbpflow.config.storage_rules import server_rule
 from sbpflow.embedding.plan.exchanges import exchange_names
+from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.errors import ConfigError, SbpError
