@@ -17,10 +17,12 @@ import torch
 from sbpflow.boxing.copies import neutral
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.config.metrics import METRICS, Metric
+from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.config.train_options import ScheduleConfig
 from sbpflow.data.prepare.keys import key_of
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.embedding.cache.records import RECORDS
+from sbpflow.embedding.exchange.base import GroupContext
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
@@ -74,6 +76,13 @@ def test_every_metric_has_an_entry():
     assert set(METRICS) <= {field.name for field in fields(Evaluation)}
     assert METRICS["auc"].is_better(0.9, 0.5, 0.0)
     assert METRICS["logloss"].is_better(0.5, 0.9, 0.0)
+
+
+def test_options_of_groups_are_keys_with_the_same_defaults():
+    defaults = {option.name: option.default for option in fields(GroupContext)}
+    options = GroupContext.options_of(ParallelConfig())
+    assert options == {name: defaults[name] for name in options}
+    assert "row_buffer_fraction" in options
 
 
 def test_every_kernel_policy_and_storage_kind_has_an_entry():
