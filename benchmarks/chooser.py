@@ -14,10 +14,9 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.record import Results
+from sbpflow.embedding.rules.kernels import StackFacts
 from sbpflow.embedding.rules.registry import RULES, sparse_optimizer
 from sbpflow.embedding.storage.choose import (
-    KERNEL_NAMES,
-    StackFacts,
     choose_kernel,
     kernel_faults,
     missing_kernels,
@@ -67,7 +66,7 @@ def main() -> None:
             device_type="cpu",
         )
         faults = kernel_faults(facts, missing)
-        names = [name for name in KERNEL_NAMES if faults[name] is None]
+        names = [name for name, fault in faults.items() if fault is None]
         first = measure(shape, names)
         chosen = choose_by_times(choose_kernel("auto", facts, missing), first).name
         again = measure(shape, names)

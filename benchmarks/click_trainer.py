@@ -18,7 +18,7 @@ from sbpflow.config.schema import (
     TrainConfig,
 )
 from sbpflow.config.table_rules import ParallelConfig, TableRule
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.run.execution.job import build_job
 from sbpflow.run.planning.build_plan import plan_run

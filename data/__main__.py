@@ -18,6 +18,7 @@ from sbpflow.data.engine import add_engine, engine_options
 from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
+from sbpflow.data.prepare.decompress import COMPRESSIONS
 from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError, StoreError
@@ -27,7 +28,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser, errno_of, until_nob
 from sbpflow.serving.cells import TRANSFORMS
 
 _LOG = logging.getLogger(__name__)
-_DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5, ".zst": 6.0, ".bz2": 6.0, ".xz": 8.0}
+_DISK_FACTOR = {".parquet": 4.5} | {s: each.disk_factor for s, each in COMPRESSIONS.items()}
 """Peak disk use in bytes per byte of input, by file suffix; 1.4 for all other suffixes"""
 
 _SHARED = (
@@ -242,8 +243,8 @@ def parser() -> ArgumentParser:
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
     add("--input", nargs="+", action="extend", type=input_path, required=True, metavar="PATH",
-        help="text files (.tsv, .txt, or .csv; plain, .gz, .zst, .bz2, or .xz), Parquet or Arrow "
-        "files, or folders of such files, in time order; also fsspec URLs (s3://)")  # fmt: skip
+        help=f"text files (.tsv, .txt, or .csv; plain, {', '.join(COMPRESSIONS)}), Parquet or "
+        "Arrow files, or folders of files, in time order; also fsspec URLs (s3://)")  # fmt: skip
     add("--output", type=any_path, required=True, metavar="DIR", help="folder of the set, which is "
         "built in DIR.work first, or a URL, to which the finished set is uploaded")  # fmt: skip
     add("--split", default="time:0.8,0.1,0.1", help="by row order (time:TRAIN,VAL,TEST), by date "

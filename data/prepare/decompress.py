@@ -10,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from sbpflow.errors import ConfigError, DataError
 
@@ -86,14 +86,32 @@ def _zstd(compressed: IO[bytes]) -> io.BufferedReader:
     )
 
 
-DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".bz2": lambda raw: _streams(raw, bz2.BZ2Decompressor, OSError, _READ_BYTES),
-    ".xz": lambda raw: _streams(raw, lzma.LZMADecompressor, lzma.LZMAError, _READ_BYTES),
-    ".zst": _zstd,
+class Compression(NamedTuple):
+    """A compression. ``disk_factor`` is the peak disk use of ``prepare`` in bytes per input byte;
+    ``magic`` are the first bytes of every file, or b"" if they differ.
+    """
+
+    name: str
+    open: Callable[[IO[bytes]], Any]
+    disk_factor: float
+    magic: bytes = b""
+
+
+def _bz2(compressed: IO[bytes]) -> io.BufferedReader:
+    return _streams(compressed, bz2.BZ2Decompressor, OSError, _READ_BYTES)
+
+
+def _xz(compressed: IO[bytes]) -> io.BufferedReader:
+    return _streams(compressed, lzma.LZMADecompressor, lzma.LZMAError, _READ_BYTES)
+
+
+COMPRESSIONS: Mapping[str, Compression] = {
+    ".gz": Compression("gzip", lambda raw: gzip.GzipFile(fileobj=raw), 4.5, b"\x1f\x8b"),
+    ".bz2": Compression("bzip2", _bz2, 6.0, b"BZh"),
+    ".xz": Compression("xz", _xz, 8.0, b"\xfd7zXZ"),
+    ".zst": Compression("zstd", _zstd, 6.0),  # a file may start with a skippable frame
 }
-"""The function that opens a stream of decompressed bytes, by file name suffix"""
-FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+"""The compressions of text files, by file name suffix"""
 
 
 @contextmanager
@@ -107,11 +125,11 @@ def decompressed(path: object, compressed: IO[bytes], suffix: str) -> Iterator[I
         if not compressed.read(1):
             raise EOFError("empty file")
         compressed.seek(0)
-        yield DECOMPRESS[suffix](compressed)
+        yield COMPRESSIONS[suffix].open(compressed)
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # bz2 errors have no errno
             raise
         raise DataError(
-            f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); get a "
-            "complete copy of the file"
+            f"{path}: the {COMPRESSIONS[suffix].name} file is truncated or damaged ({error}); get "
+            "a complete copy of the file"
         ) from error

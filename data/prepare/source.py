@@ -14,11 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from sbpflow.data.prepare.decompress import (
-    DECOMPRESS,
-    FORMAT_NAMES,
-    decompressed,
-)
+from sbpflow.data.prepare.decompress import COMPRESSIONS, decompressed
 from sbpflow.data.prepare.remote import identity
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.local_path import is_utf8
@@ -32,7 +28,7 @@ _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
 """Ratio of the size of Criteo's text to the size of its .gz files"""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
-SUFFIXES = (".tsv", ".txt", ".csv", *DECOMPRESS, *TABLE_SUFFIXES)
+SUFFIXES = (".tsv", ".txt", ".csv", *COMPRESSIONS, *TABLE_SUFFIXES)
 _PARTS = re.compile(r"(day|part)[-_]\d+")
 """Pattern of the names of data files without a suffix; the 1TB logs unpack to day_0 ... day_23"""
 
@@ -50,11 +46,6 @@ _FORMATS = {
 }
 """The first bytes of files that are not plain text tables, with advice for each format"""
 
-_MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
-"""The first bytes of compressed files, by suffix. .zst is omitted, because such a file may start
-with a skippable frame
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Input:
@@ -67,7 +58,7 @@ class Input:
     @property
     def is_compressed(self) -> bool:
         """Return True if the suffix denotes compressed text."""
-        return self.path.suffix.lower() in DECOMPRESS
+        return self.path.suffix.lower() in COMPRESSIONS
 
     @property
     def text_bytes(self) -> int:
@@ -158,11 +149,12 @@ def _check_start(source: Input) -> None:
         return
     suffix = source.path.suffix.lower()
     with _open_start(source) as raw:
-        start = raw.read(len(_MAGIC.get(suffix, b"")))
-        if start and not _MAGIC[suffix].startswith(start):
+        compression = COMPRESSIONS.get(suffix)
+        start = raw.read(len(compression.magic)) if compression else b""
+        if compression and start and not compression.magic.startswith(start):
             raise ConfigError(
                 f"--input {source.path}: the suffix is {suffix}, but this is not a "
-                f"{FORMAT_NAMES[suffix]} file (it starts with {start!r}); if it is plain text, "
+                f"{compression.name} file (it starts with {start!r}); if it is plain text, "
                 f"rename it to {source.path.stem}"
             )
         raw.seek(0)
@@ -272,7 +264,7 @@ def open_text(path: AnyPath) -> Iterator[Text]:
 @contextmanager
 def _text_of(path: AnyPath, raw: IO[bytes]) -> Iterator[Text]:
     suffix = path.suffix.lower()
-    if suffix not in DECOMPRESS:
+    if suffix not in COMPRESSIONS:
         yield Text(raw, raw)
         return
     with decompressed(path, raw, suffix) as file:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 def doctor(argv: Sequence[str]) -> int:
     """Check which parts of this environment work, on all ranks that run the command."""
+    from sbpflow.run.execution.kernel_checks import kernel_checks
     from sbpflow.runtime.compute import doctor
 
     def data_checks(folder: Path) -> "Sequence[Finding]":
@@ -18,4 +19,4 @@ def doctor(argv: Sequence[str]) -> int:
 
         return checks(folder)
 
-    return doctor.main(argv, data_checks)
+    return doctor.main(argv, data_checks, kernel_checks())

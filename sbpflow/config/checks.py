@@ -8,9 +8,11 @@ from pathlib import Path
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.config.parse import show
 from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import ParallelConfig
+from sbpflow.embedding.plan.group_plan import exchanges_of
 from sbpflow.embedding.plan.tables import TableLayout
-from sbpflow.embedding.plan.two_level import is_two_level
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import device_keys
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.files.run_folder import RUN_FILES
 
@@ -26,27 +28,22 @@ def check(config: Config, world_size: int, device_type: str) -> None:
             f"{world_size}, so some ranks would get no rows; use, for example, "
             f"data.batch_size: {world_size}"
         )
-    for key, value, reason in (
-        ("tf32", parallel.tf32, "which has no TF32"),
-        ("cuda_graph", parallel.cuda_graph is True, "which has no CUDA graphs"),
-        (
-            "row_buffer_fraction",
-            parallel.row_buffer_fraction,
-            "where the host knows the row counts",
-        ),
-    ):
-        if value and device_type != "cuda":
+    for key, reason in device_keys(ParallelConfig).items():
+        value: object = getattr(parallel, key)
+        if reason and value not in (None, False, "auto") and device_type != "cuda":
             raise ConfigError(
                 f"parallel.{key}: {show(value)} is not supported on {device_type}, {reason}; "
                 "remove it, or use parallel.device: cuda"
             )
 
 
-def check_layouts(config: Config, layouts: Mapping[str, TableLayout]) -> None:
+def check_layouts(config: Config, layouts: Mapping[str, TableLayout], world_size: int) -> None:
     """Raise ConfigError if the layout of a table cannot be combined with other settings."""
-    fraction = config.parallel.row_buffer_fraction
+    if (fraction := config.parallel.row_buffer_fraction) is None:
+        return
     for name, given in layouts.items():
-        if fraction is not None and is_two_level(given.layout):
+        exchange = exchanges_of(given.exchange, given.layout, world_size)[0]
+        if len(exchange.calls) > 1:
             raise ConfigError(
                 f"parallel.row_buffer_fraction: {fraction} cannot be combined "
                 f"with the layout {given.layout} of {name}, because this layout exchanges ids "

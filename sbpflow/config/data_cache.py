@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from sbpflow.config.storage_rules import num_bytes_of
+from sbpflow.embedding.plan.row_storage import num_bytes_of
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Example, Key
 

@@ -18,9 +18,9 @@ import yaml
 from sbpflow.config.model_tables import FieldRule, TableShape
 from sbpflow.config.parse import brief, build, plain, show
 from sbpflow.config.schema import Config, table_optimizers
-from sbpflow.config.storage_rules import StorageRule
 from sbpflow.config.table_rules import TableRule
 from sbpflow.config.yaml_text import MAX_CHARACTERS, load_yaml
+from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.rules.registry import import_rule
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Affects, key_of

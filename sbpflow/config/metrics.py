@@ -1,9 +1,9 @@
 """Describes the metrics of an evaluation, for early stopping, logs, and reports.
 
 A new metric needs an entry here, a field in ``training.metrics.Evaluation``, and code in
-``training.metrics.evaluate``. For evaluations of more than ``train.exact_auc_rows`` rows, it needs
-code in ``training.histogram_auc`` or, if it needs groups of rows, in ``training.grouped_metrics``
-and ``training.evaluate``.
+``training.metrics.evaluate`` or, if it needs groups of rows, a function in
+``training.metrics.GROUPED``. For evaluations of more than ``train.exact_auc_rows`` rows, a metric
+without groups also needs code in ``training.histogram_auc``.
 """
 
 from dataclasses import dataclass

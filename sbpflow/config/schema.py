@@ -27,7 +27,7 @@ from sbpflow.config.train_options import (
     StopConfig,
     TrackerName,
 )
-from sbpflow.embedding.plan.out_of_range import OutOfRange
+from sbpflow.embedding.plan.out_of_range import OutOfRangeKey
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.registry import known_rules
@@ -101,14 +101,7 @@ class DataConfig:
         Literal["keep", "drop"],
         Key("results", "Whether to train on a short last batch (keep) or skip it (drop)."),
     ] = "keep"
-    out_of_range: Annotated[
-        OutOfRange,
-        Key(
-            "results",
-            "What to do with IDs outside the table: raise an error, use the nearest row (clamp), "
-            "or use a row selected by a hash of the ID. Replaced IDs are counted.",
-        ),
-    ] = "error"
+    out_of_range: OutOfRangeKey = "error"
 
 
 class ModelGroup(Protocol):

@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.parse import Aliases, PathOr, brief
-from sbpflow.config.storage_rules import StorageRule, server_rule
+from sbpflow.config.storage_rules import server_rule
 from sbpflow.embedding.plan.exchanges import exchange_names
+from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.plan.tables import TableLayout
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Range
@@ -272,17 +273,26 @@ class ParallelConfig:
             "execution",
             "Kernel that looks up and updates rows. auto measures the kernels and picks the"
             " fastest.",
+            device="",
         ),
     ] = "auto"
     kernels: Annotated[
         Mapping[str, KernelRequest],
         Example({"*.C1": "torch"}),
-        Key("execution", "Kernels, by pattern of table names, used instead of parallel.kernel."),
+        Key(
+            "execution",
+            "Kernels, by pattern of table names, used instead of parallel.kernel.",
+            device="",
+        ),
     ] = field(default_factory=dict[str, KernelRequest])
     dtype: Annotated[Dtype, Key("results", "Number format of the arithmetic.")] = "float32"
     tf32: Annotated[
         bool,
-        Key("execution", "CUDA only: multiply float32 values in TF32, with a 10-bit mantissa."),
+        Key(
+            "execution",
+            "CUDA only: multiply float32 values in TF32, with a 10-bit mantissa.",
+            device="which has no TF32",
+        ),
     ] = False
     table_dtype: Annotated[
         RowDtype | None,
@@ -313,6 +323,7 @@ class ParallelConfig:
             "Replay each step as a CUDA graph. On several ranks, only the dense part is replayed. "
             "auto does this for the models and optimizers of sbpflow, on one rank with a GPU, "
             "unless another key rules it out.",
+            device="which has no CUDA graphs",
         ),
     ] = "auto"
     row_buffer_fraction: Annotated[
@@ -324,6 +335,7 @@ class ParallelConfig:
             "CUDA only: size of the buffers in which the exchanges unique and local send rows, "
             "as a fraction of the maximum number of rows. With buffers of fixed size, the host "
             "does not wait for row counts. A batch that does not fit is sent again.",
+            device="where the host knows the row counts",
         ),
     ] = None
     timeout_s: Annotated[

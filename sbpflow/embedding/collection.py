@@ -10,7 +10,7 @@ they are split over the batch.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
 from sbpflow.embedding.storage.choose import KernelChoice, choose_kernels, warm_up_kernels
 from sbpflow.embedding.storage.initial import fill_shard
@@ -59,18 +59,17 @@ class EmbeddingCollection:
         *,
         seed: int,
         kernel: KernelRequest | Mapping[str, KernelChoice] = "auto",
-        row_buffer_fraction: float | None = None,
         stores: StoreFactory = device_store,
         initialize: bool = True,
         compiled: bool = True,
+        **options: Any,  # noqa: ANN401  (fields of ``GroupContext``)
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
         ``kernel`` is the requested kernel or, if the kernels have already been chosen, a mapping
-        from table to kernel. On CUDA, ``row_buffer_fraction`` makes training batches send rows in
-        fixed-size buffers, whose size is this fraction of the maximum. ``stores`` creates the row
-        store of each stack. If ``compiled`` is false, ids are read without numba, which takes 0.5 s
-        to load.
+        from table to kernel. ``stores`` creates the row store of each stack. If ``compiled`` is
+        false, ids are read without numba, which takes 0.5 s to load. ``options`` are those of
+        ``GroupContext``, such as ``row_buffer_fraction``.
         """
         self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
@@ -87,8 +86,8 @@ class EmbeddingCollection:
             StoreMaker(plan, self.kernels, seed, world, self.growing, stores),
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
-            row_buffer_fraction,
             compiled,
+            **options,
         )
         self._groups: list[AnyGroup] = [make_group(group, boxing, context) for group in plan.groups]
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)

@@ -2,14 +2,15 @@
 
 If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
 do not depend on the number of ranks. For larger splits, the ranks' histograms and sums are added
-up, and AUC is approximate. GAUC and slices stay exact for larger splits, because the ranks exchange
-rows by group.
+up, and AUC is approximate. Metrics of groups and slices stay exact for larger splits, because
+the ranks exchange rows by group.
 """
 
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,15 +51,15 @@ class ScoreOptions:
 class _Rows:
     """Collects this rank's rows and the number of rows of each rank.
 
-    Beyond ``exact_rows`` rows, a histogram replaces the rows, but rows that GAUC or slices need are
-    kept in host memory.
+    Beyond ``exact_rows`` rows, a histogram replaces the rows, but rows that groups or slices need
+    are kept in host memory.
     """
 
     boxing: Boxing
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # Logits and labels [rows, 2].
     keys: list[Tensor] = field(default_factory=list[Tensor])  # Group and slices, [rows, columns].
-    # With a histogram: the rows that GAUC or slices need, in host memory.
+    # With a histogram: the rows that groups or slices need, in host memory.
     kept: list[Tensor] = field(default_factory=list[Tensor])
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
@@ -110,20 +111,19 @@ class _Rows:
 
     def _from_histogram(self, histogram: ScoreHistogram) -> Evaluation | None:
         histogram.over_ranks(self.boxing)
-        gauc, slices = self._by_group() if self.kept and histogram.is_valid else (None, ())
-        if self.boxing.world.rank != 0:
-            return None
-        return replace(histogram.evaluation(), gauc=gauc, slices=slices)
+        metrics: dict[str, Any] = self._by_group() if self.kept and histogram.is_valid else {}
+        return replace(histogram.evaluation(), **metrics) if self.boxing.world.rank == 0 else None
 
-    def _by_group(self) -> tuple[float | None, tuple[Slice, ...]]:
-        """Return GAUC and slices; every rank must call this method."""
+    def _by_group(self) -> dict[str, Any]:
+        """Return the metrics of groups, and the slices; every rank must call this method."""
         rows, columns = torch.cat(self.kept), list(torch.cat(self.keys).unbind(1))
-        gauc, slices = None, list[Slice]()
+        metrics: dict[str, Any] = {}
         if self.grouped:
-            gauc, _ = GroupSums(self.boxing, "group", columns.pop(0), rows).gauc()
+            metrics |= GroupSums(self.boxing, "group", columns.pop(0), rows).metrics()
+        slices: list[Slice] = []
         for name, values in zip(self.options.slices, columns, strict=True):
             slices += GroupSums(self.boxing, name, values, rows).slices()
-        return gauc, tuple(slices)
+        return {**metrics, "slices": tuple(slices)}
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
@@ -156,7 +156,8 @@ def score_split(
 ) -> Evaluation | None:
     """Score the split; return the result on rank 0, and ``None`` on other ranks.
 
-    The result includes GAUC if batches contain ``columns["group"]`` (int64 [local batch]).
+    The result includes metrics of groups if batches contain ``columns["group"]`` (int64 [local
+    batch]).
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)

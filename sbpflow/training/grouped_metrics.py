@@ -1,6 +1,6 @@
-"""Computes GAUC and slices for any number of rows by sending all rows of a group to one rank. The
-results are bitwise equal to those computed on rank 0 from all rows, because each group is evaluated
-on one rank and the sum over the groups is exact.
+"""Computes metrics of groups (``metrics.GROUPED``) and slices for any number of rows by sending all
+rows of a group to one rank. The results are bitwise equal to those computed on rank 0 from all
+rows, because each group is evaluated on one rank and the sum over the groups is exact.
 """
 
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.sbp.sbp import Partial
-from sbpflow.training.metrics import Slice, group_terms, slice_of
+from sbpflow.training.metrics import GROUPED, GroupTerms, Slice, group_terms, slice_of
 
 _CHANNEL = "control"
 # 2^64 / golden ratio as int64; multiplying keys by this number spreads nearby keys
@@ -41,9 +41,13 @@ class GroupSums:
         values = packed[:, 1:].contiguous().view(torch.float64)
         self._logits, self._labels = values[:, 0].numpy(), values[:, 1].numpy()
 
-    def gauc(self) -> tuple[float | None, int]:
-        """Return, on all ranks, the GAUC and the number of rows in groups with both classes."""
-        terms, num_rows = group_terms(self._logits, self._labels, self._keys)
+    def metrics(self) -> dict[str, float | None]:
+        """Return the metrics that need groups, on all ranks."""
+        return {name: self._mean(terms_of)[0] for name, terms_of in GROUPED.items()}
+
+    def _mean(self, terms_of: GroupTerms) -> tuple[float | None, int]:
+        """Return, on all ranks, the sum of the terms per row, and the number of rows."""
+        terms, num_rows = terms_of(self._logits, self._labels, self._keys)
         parts = exponent_sums(terms)
         parts = np.concatenate([parts.reshape(-1), [num_rows]])
         device = self._boxing.world.device
@@ -63,7 +67,7 @@ class GroupSums:
         """Return the column's summary, followed by the slices of its most frequent values, at most
         ``most`` of them.
         """
-        area, num_rows = self.gauc()
+        area, num_rows = self._mean(group_terms)
         values, counts = np.unique(self._keys, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
         mine = [(-int(counts[place]), int(values[place])) for place in order]
@@ -103,9 +107,9 @@ def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
 
 
 def exponent_sums(terms: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the exact sum of non-negative ``terms`` [n] as integers [2, exponents]: for each
-    exponent, the sums of the upper and of the lower halves of the 53-bit mantissas. A half has at
-    most 27 bits, so the float64 sum of 2^26 halves is exact.
+    """Return the exact sum of ``terms`` [n] as integers [2, exponents]: for each exponent, the sums
+    of the upper and of the lower halves of the 53-bit mantissas. A half has at most 27 bits, so the
+    float64 sum of 2^26 halves is exact.
     """
     sums = np.zeros((2, _NUM_EXPONENTS), dtype=np.int64)
     for start in range(0, len(terms), _CHUNK):

@@ -5,17 +5,19 @@ tensors. docs/metrics.md lists the definitions and their sources.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sbpflow.config.metrics import Metric
 from sbpflow.errors import MetricError
 
 Values = NDArray[np.generic] | Tensor
+GroupTerms = Callable[[Values, Values, Values], tuple[NDArray[np.float64], int]]
 
 NUM_CALIBRATION_BINS = 20
 _BLOCK = 1 << 16
@@ -90,17 +92,20 @@ def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Ev
     # This form of the float64 sigmoid neither overflows nor rounds small probabilities to 0.
     p = np.exp(-np.logaddexp(0.0, -_scores(logits, labels).astype(np.float64)))
     reason = one_class(positives, rows)
-    return Evaluation(
+    evaluation = Evaluation(
         rows,
         loss,
         auc(logits, labels) if reason is None else None,
         reason,
-        gauc=gauc(logits, labels, groups) if reason is None and groups is not None else None,
         normalised_entropy=normalised_entropy(loss, positives, rows),
         predicted=_exact_sum(p),
         positives=positives,
         calibration=_calibration(p, is_positive),
     )
+    if groups is None:
+        return evaluation
+    parts = {name: terms(logits, labels, groups) for name, terms in GROUPED.items()}
+    return replace(evaluation, **{name: _mean(*part) for name, part in parts.items()})
 
 
 def normalised_entropy(logloss: float, positives: int, rows: int) -> float | None:
@@ -132,8 +137,7 @@ def slice_by(
         rows = ids == unique[place]
         slices.append(slice_of(column, int(unique[place]), predictions[rows], classes[rows]))
     terms, num_rows = group_terms(predictions, classes, ids)
-    mean = math.fsum(terms.tolist()) / num_rows if num_rows else None
-    return (Slice(column, num_rows, mean), *slices)
+    return (Slice(column, num_rows, _mean(terms, num_rows)), *slices)
 
 
 def slice_of(column: str, value: int, logits: Values, labels: Values) -> Slice:
@@ -206,7 +210,10 @@ def gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     click-through rate prediction, KDD 2018, section 6 (equation 8), with impressions as weights.
     ``groups [n]`` can be any integers.
     """
-    terms, num_rows = group_terms(scores, labels, groups)
+    return _mean(*group_terms(scores, labels, groups))
+
+
+def _mean(terms: NDArray[np.float64], num_rows: int) -> float | None:
     return math.fsum(terms.tolist()) / num_rows if num_rows else None
 
 
@@ -240,6 +247,13 @@ def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray
     pairs = of_class_1 * (rows - of_class_1)
     both = pairs > 0
     return rows[both] * (in_order[both] / (2 * pairs[both])), int(rows[both].sum())
+
+
+# The metrics that need groups of rows. Each function takes scores, labels, and groups ([n], where n
+# may be 0), and returns a term per group and a number of rows; the metric is the sum of the terms
+# divided by this number. A term is 0, or its absolute value is at least 2^-81 and below 2^79, so
+# that ranks can add up the terms exactly.
+GROUPED: dict[Metric, GroupTerms] = {"gauc": group_terms}
 
 
 def logloss(logits: Values, labels: Values) -> float:

@@ -16,7 +16,7 @@ from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
-from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.plan.row_storage import RowStorage, StorageRule
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.state import read_values
 from sbpflow.errors import CheckpointError
@@ -75,7 +75,8 @@ CHAINS = {
 def train(world: World, case: GrowingCase, folder: Path, start: int, stage: Stage) -> None:
     """Train one stage, and save full checkpoints and deltas at the same steps."""
     case = replace(case, deep=stage.deep, wide=stage.wide, batches=stage.stop)
-    run = Run(world, case, stores=stores_of(lambda key: folder / "rows", world.device))
+    rule = StorageRule(kind="file", path=folder / "rows")
+    run = Run(world, case, stores=stores_of(lambda key: rule, world.device))
     facts = {"num_deltas": DELTAS}
     if start:
         path = folder / "deltas" / f"step-{start}"

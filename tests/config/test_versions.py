@@ -8,8 +8,11 @@ import sys
 import pytest
 
 from sbpflow.errors import ConfigError
+from sbpflow.run.execution.kernel_checks import kernel_checks
 from sbpflow.runtime.compute import doctor, versions
 from sbpflow.runtime.compute.versions import Installed, check_pair, import_fbgemm, install_command
+
+KERNEL_CHECKS = kernel_checks()
 
 
 @pytest.fixture
@@ -79,17 +82,15 @@ def test_without_torch_the_install_command_names_the_newest_pair():
 
 
 def test_the_doctor_runs_all_checks(capsys):
-    assert doctor.main([]) == 0
+    assert doctor.main([], kernel_checks=KERNEL_CHECKS) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[1] for line in lines[: len(doctor.CHECKS)]} == {
-        check.__name__.strip("_") for check in doctor.CHECKS
-    }
+    assert [line.split()[1] for line in lines[:-2]] == [*doctor.CHECKS, *KERNEL_CHECKS]
     assert lines[-1] == "nothing is broken"
 
 
 def test_the_doctor_reports_a_mismatch_and_fails(installed, capsys):
     installed(torch="2.13.0+cpu", fbgemm_gpu_cpu="1.9.0")
-    assert doctor.main([]) == 1
+    assert doctor.main([], kernel_checks=KERNEL_CHECKS) == 1
     output = capsys.readouterr().out
     assert "BROKEN fbgemm" in output
     assert "pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0" in output

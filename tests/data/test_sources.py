@@ -19,7 +19,7 @@ import zstandard
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.schema import CRITEO
-from sbpflow.data.prepare.decompress import decompressed
+from sbpflow.data.prepare.decompress import COMPRESSIONS, Compression, decompressed
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.remote_path import RemotePath, input_path
 from tests.data.rows import run_prepare, text_rows, write_rows
@@ -89,6 +89,21 @@ def test_compressed_text_gives_the_set_of_the_text(tmp_path, plain, suffix):
     path.write_bytes(COMPRESS[suffix](TEXT))
     run_prepare(tmp_path / "set", path)
     assert same_words(tmp_path / "set", plain)
+
+
+def test_a_compression_of_the_registry_is_read_and_checked(tmp_path, plain, monkeypatch):
+    def opened(raw):
+        assert raw.read(4) == b"COPY"
+        return raw
+
+    monkeypatch.setitem(COMPRESSIONS, ".copy", Compression("copy", opened, 2.0, b"COPY"))
+    path = tmp_path / "rows.tsv.copy"
+    path.write_bytes(b"COPY" + TEXT)
+    run_prepare(tmp_path / "set", path)
+    assert same_words(tmp_path / "set", plain)
+    path.write_bytes(TEXT)
+    with pytest.raises(ConfigError, match="this is not a copy file"):
+        run_prepare(tmp_path / "other", path)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

@@ -13,7 +13,7 @@ import torch
 from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
-from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.plan.row_storage import RowStorage, StorageRule
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.vocabulary import key_map as km
@@ -391,7 +391,8 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, size):
 
 def cached(world, case, folder, start=0, stop=24, source=None):
     """Return the outputs, and whether rows left their slots and came back."""
-    run = Run(world, case, stores=stores_of(lambda key: folder, world.device))
+    rule = StorageRule(kind="file", path=folder)
+    run = Run(world, case, stores=stores_of(lambda key: rule, world.device))
     if source is not None:
         run.restore(source, start)
     run.train(stop)

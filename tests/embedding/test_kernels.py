@@ -11,7 +11,6 @@ import torch
 from sbpflow.embedding.plan.tables import HALF_DTYPES, Shard, TableConfig
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage import choose
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel, warm_up_kernels
 from sbpflow.embedding.storage.initial import RowInitializer, _fill
@@ -356,12 +355,8 @@ def test_slow_compilation_is_announced_in_the_log(monkeypatch, caplog, seconds):
     pytest.importorskip("numba")
     from sbpflow.embedding.storage import numba_storage
 
-    def warm_up(rule, **dtypes):
-        time.sleep(seconds)
-        return seconds
-
-    monkeypatch.setattr(numba_storage, "warm_up", warm_up)
-    monkeypatch.setattr(choose, "_NOTICE_AFTER_S", 0.1)
+    monkeypatch.setattr(numba_storage, "_warm_up_loops", lambda rule, **dtypes: time.sleep(seconds))
+    monkeypatch.setattr(numba_storage, "_NOTICE_AFTER_S", 0.1)
     stack = SimpleNamespace(optimizer=SGD, tables=[SimpleNamespace(name="t")])
     plan = SimpleNamespace(groups=[SimpleNamespace(stacks=[stack])], dtype=None, row_dtype=None)
     with caplog.at_level(logging.INFO):

@@ -62,6 +62,14 @@ def _train_case(world, case):
         world.log.enabled = False
 
 
+def test_an_exchange_with_two_rounds_of_ids_refuses_buffers_of_fixed_size():
+    with two_hops():
+        config = config_of("two_hops")
+        config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=0.5))
+        with pytest.raises(ConfigError, match=r"of deep.* exchanges ids twice"):
+            plan_run(config, FIELDS, world_size=4, device_type="cuda")
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "lazy_adam"])
 def test_own_exchange_equals_the_reference_on_four_ranks(ranks, optimizer):
     with two_hops():

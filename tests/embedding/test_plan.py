@@ -18,8 +18,9 @@ from sbpflow.embedding.plan.tables import (
     TableConfig,
     TableLayout,
 )
+from sbpflow.embedding.rules.kernels import StackFacts
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import StackFacts, choose_kernel, choose_kernels
+from sbpflow.embedding.storage.choose import choose_kernel, choose_kernels
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.streams import fill_uniform
@@ -214,8 +215,8 @@ def test_triton_does_not_round_growing_tables():
 
 
 def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
-    monkeypatch.setattr("sbpflow.embedding.storage.choose.has_fbgemm", lambda: False)
-    monkeypatch.setattr("sbpflow.embedding.storage.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("sbpflow.embedding.rules.kernels.has_fbgemm", lambda: False)
+    monkeypatch.setattr("sbpflow.embedding.rules.kernels.find_spec", lambda name: None)
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
     for name, product in (("fbgemm", "FBGEMM"), ("numba", "numba"), ("triton", "Triton")):

@@ -244,7 +244,7 @@ def _plan_without() -> None:
     """Disable the rehearsal during planning: planning needs meta tensors, and FBGEMM is not
     rehearsed.
     """
-    from sbpflow.embedding.storage import choose
+    from sbpflow.embedding.rules import kernels
     from sbpflow.run.planning import build_plan
 
     planning: Any = build_plan
@@ -255,10 +255,10 @@ def _plan_without() -> None:
             return real(*args, **kwargs)
 
     planning.dense_steps = dense_steps
-    kernels: Any = choose
-    kernels.has_fbgemm = lambda: False
+    known: Any = kernels
+    known.has_fbgemm = lambda: False
     # Triton kernels are rehearsed only in tests that enable them.
-    kernels.find_spec = lambda name: None
+    known.find_spec = lambda name: None
     dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")
     dropping.find_kernels = lambda: None
 

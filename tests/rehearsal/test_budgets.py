@@ -142,9 +142,9 @@ def losses_and_step(world, config):
     """
     from importlib.util import find_spec
 
-    from sbpflow.embedding.storage import choose
+    from sbpflow.embedding.rules import kernels
 
-    absent, choose.find_spec = choose.find_spec, find_spec
+    absent, kernels.find_spec = kernels.find_spec, find_spec
     try:
         measured = second_step(world, config, 1)
         by_kernel = []
@@ -158,7 +158,7 @@ def losses_and_step(world, config):
             ]
             by_kernel.append([float(job.trainer.step(batch)) for batch in batches])
     finally:
-        choose.find_spec = absent
+        kernels.find_spec = absent
     return measured, by_kernel
 
 

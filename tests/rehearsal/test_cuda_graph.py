@@ -228,13 +228,13 @@ def test_captured_triton_dropout_equals_torch(rehearsed_ranks):
 def both_ways_with_tritons_tables(world, config):
     from importlib.util import find_spec
 
-    from sbpflow.embedding.storage import choose
+    from sbpflow.embedding.rules import kernels
 
-    absent, choose.find_spec = choose.find_spec, find_spec
+    absent, kernels.find_spec = kernels.find_spec, find_spec
     try:
         return both_ways(world, config, steps=4)
     finally:
-        choose.find_spec = absent
+        kernels.find_spec = absent
 
 
 @pytest.mark.parametrize("sparse", quick(["rowwise_adagrad", "lazy_adam"], lambda n: n == 0))

@@ -6,6 +6,7 @@ import resource
 import socket
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from sbpflow.commands import local_servers
 from sbpflow.commands.embedding_server import embedding_server
 from sbpflow.config.parse import build
 from sbpflow.config.table_rules import ParallelConfig, TableRule
+from sbpflow.embedding.cache.records import RECORDS, host_records
 from sbpflow.embedding.cache.server import EmbeddingServer
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES
+from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.storage.store import DeviceStore
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.build_plan import plan_run
@@ -66,7 +69,7 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
         ({"kind": "device", "cache": "10%"}, r"cache: 10% has no effect with kind: device, which"),
         (
             {"kind": "host", "cache": "10%", "path": "x"},
-            r"path: x has no effect with kind: host; use",
+            r"path has no effect with kind: host; use kind: file, or",
         ),
         (
             {"kind": "servers", "cache": "10%", "addresses": ["a..b:7070"], "secret_file": "x"},
@@ -132,6 +135,30 @@ def test_a_pattern_that_later_patterns_replace_has_no_effect():
         for table in group.tables:
             if table.name.startswith("deep."):
                 assert table.storage.share == 0.2
+
+
+def rules_of_records(world, storage, scratch):
+    """Build a job; return the rules from which the records of its tables are created, by key."""
+    rules = {}
+
+    def own_records(new):
+        rules[new.key] = new.rule
+        return host_records(new.num_rows, new.layout)
+
+    config = config_with(storage)
+    with patch.dict(RECORDS, file=own_records):
+        make_job(world, replace(config, run=replace(config.run, dir=scratch)))
+    return rules
+
+
+def test_records_are_created_from_the_rule_of_their_table(ranks, tmp_path):
+    """A storage kind can therefore have keys of its own."""
+    storage = {"deep.*": {**FILE, "path": "x"}, "deep.C1": {**FILE, "cache": "40%"}}
+    (rules,) = ranks(1, rules_of_records, storage, tmp_path)
+    assert rules == {
+        "parallel.storage.deep.*": StorageRule(kind="file", cache="20%", path=Path("x")),
+        "parallel.storage.deep.C1": StorageRule(kind="file", cache="40%", path=tmp_path),
+    }
 
 
 def built(world, storage, scratch):

@@ -5,7 +5,7 @@ Each test lets an unknown value pass the checks at its source, like a value that
 not to the chains.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import get_args
@@ -17,19 +17,22 @@ import torch
 from sbpflow.boxing.copies import neutral
 from sbpflow.boxing.dry_run import DryBoxing
 from sbpflow.config.metrics import METRICS, Metric
+from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.config.train_options import ScheduleConfig
 from sbpflow.data.prepare.keys import key_of
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.embedding.cache.records import RECORDS
+from sbpflow.embedding.exchange.base import GroupContext
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.out_of_range import SUBSTITUTES, OutOfRange
 from sbpflow.embedding.plan.row_storage import Outside
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
-from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.kernels import COMPILED, CompiledKernel
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.choose import COMPILED, KernelChoice, make_kernel
+from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.export.row_formats import make_rows
@@ -39,6 +42,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.dense_optimizers import make_dense_optimizer, state_per_element
 from sbpflow.training.learning_rate import rate_factor
+from sbpflow.training.metrics import GROUPED, Evaluation
 
 CPU = torch.device("cpu")
 
@@ -68,8 +72,17 @@ def test_a_kernel_refuses_an_unknown_rule():
 
 def test_every_metric_has_an_entry():
     assert tuple(METRICS) == get_args(Metric)
+    assert {name for name, kind in METRICS.items() if kind.needs_groups} == set(GROUPED)
+    assert set(METRICS) <= {field.name for field in fields(Evaluation)}
     assert METRICS["auc"].is_better(0.9, 0.5, 0.0)
     assert METRICS["logloss"].is_better(0.5, 0.9, 0.0)
+
+
+def test_options_of_groups_are_keys_with_the_same_defaults():
+    defaults = {option.name: option.default for option in fields(GroupContext)}
+    options = GroupContext.options_of(ParallelConfig())
+    assert options == {name: defaults[name] for name in options}
+    assert "row_buffer_fraction" in options
 
 
 def test_every_kernel_policy_and_storage_kind_has_an_entry():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +23,16 @@ from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.evaluate import ScoreOptions, _Rows, score_split, slice_columns
 from sbpflow.training.grouped_metrics import exponent_sums
 from sbpflow.training.histogram_auc import ScoreHistogram, auc_of_counts
-from sbpflow.training.metrics import Evaluation, calibration_groups, evaluate, gauc, slice_by
+from sbpflow.training.metrics import (
+    GROUPED,
+    Evaluation,
+    GroupTerms,
+    calibration_groups,
+    evaluate,
+    gauc,
+    group_terms,
+    slice_by,
+)
 from sbpflow.training.report import describe_evaluation, figures_of
 from tests.training.test_health import Split
 from tests.training.wdl_case import make_batches, make_config, make_job
@@ -195,10 +205,15 @@ def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
             assert [s.num_rows for s in one.slices] == [s.num_rows for s in other.slices]
 
 
-def groups_of(world: World, seed: int) -> Evaluation | None:
-    """Evaluate more rows than ``exact_rows`` allows, with groups and with slices by two id
-    columns.
+def groups_of(world: World, seed: int, terms: GroupTerms = group_terms) -> Evaluation | None:
+    """Evaluate more rows than ``exact_rows`` allows, with slices by two id columns and with groups,
+    whose ``terms`` give the metric ``gauc``.
     """
+    with patch.dict(GROUPED, gauc=terms):
+        return _groups_of(world, seed)
+
+
+def _groups_of(world: World, seed: int) -> Evaluation | None:
     rows = _Rows(Boxing(world), ScoreOptions(exact_rows=0, slices={"C1": 0, "C2": 1}))
     for batch, logits in made_up_batches(seed, world.size, world.rank):
         rows.add(logits, batch)
@@ -234,6 +249,29 @@ def test_gauc_and_slices_beyond_the_limit_equal_gathered_rows_bit_for_bit(ranks)
         assert first.slices == want
         assert first.auc_error is not None
         assert others == [None] * (size - 1)
+
+
+def share_of_groups(logits: Any, labels: Any, groups: Any) -> tuple[np.ndarray, int]:
+    """Return, for each group, the share of its rows in which the sign of the logit is wrong."""
+    wrong = (np.asarray(logits) > 0) != (np.asarray(labels) == 1)
+    _, group = np.unique(np.asarray(groups), return_inverse=True)
+    counts = np.bincount(group)
+    return -np.bincount(group, wrong, len(counts)) / np.maximum(counts, 1), len(counts)
+
+
+def test_a_metric_of_groups_needs_only_a_function_in_grouped(ranks):
+    batches = list(made_up_batches(5, 1, 0))
+    rows = torch.cat([torch.stack([logits, batch.labels], 1) for batch, logits in batches])
+    groups = torch.cat([batch.columns["group"] for batch, _ in batches])
+    with patch.dict(GROUPED, gauc=share_of_groups):
+        want = evaluate(rows[:, 0], rows[:, 1], groups).gauc
+    wrong = (rows[:, 0] > 0) != (rows[:, 1] == 1)
+    shares = [-wrong[groups == group].double().mean().item() for group in groups.unique()]
+    assert want == pytest.approx(sum(shares) / len(shares), rel=1e-12)
+    for size in (1, 3):
+        first, *_ = ranks(size, groups_of, 5, share_of_groups)
+        assert first.gauc == want
+        assert first.slices == ranks(size, groups_of, 5)[0].slices
 
 
 def test_rows_beyond_the_limit_are_moved_to_host_memory_once(monkeypatch):

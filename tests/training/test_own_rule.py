@@ -20,10 +20,10 @@ from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.commands.explain import explain
 from sbpflow.config.load import config_from_tree, dump_config, load_config
 from sbpflow.config.parse import plain
+from sbpflow.embedding.rules.kernels import StackFacts
 from sbpflow.embedding.rules.registry import RULES, kernel_function, sparse_optimizer
 from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.embedding.storage.choose import (
-    StackFacts,
     choose_kernel,
     choose_kernels,
     kernel_faults,
@@ -330,6 +330,19 @@ def test_every_kernel_of_a_rule_exists():
         found[kernel] = {rule.name for rule in rules}
     assert found["numba"] == found["triton"] == set(RULES)
     assert found["fbgemm"] == {"sgd", "adagrad", "rowwise_adagrad"}
+
+
+def test_kernels_without_a_function_for_a_built_in_rule_are_not_chosen(monkeypatch):
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Tripled(Sgd):
+        name: str = "tripled"
+
+    monkeypatch.setitem(RULES, "tripled", Tripled)
+    for device in ("cpu", "cuda"):
+        faults = kernel_faults(facts(device, optimizer=Tripled()), {})
+        for kernel in ("numba", "fbgemm", "triton"):
+            assert faults[kernel] == f"kernel {kernel} does not support tripled"
+        assert choose_kernel("auto", facts(device, optimizer=Tripled()), {}).name == "torch"
 
 
 def test_a_class_derived_from_a_built_in_rule_does_not_inherit_its_functions():

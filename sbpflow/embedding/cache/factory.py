@@ -2,24 +2,24 @@
 
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 import torch
 
 from sbpflow.embedding.cache.records import RECORDS, RecordLayout, RecordRequest, RecordStore
 from sbpflow.embedding.cache.remote_records import Servers
 from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.storage.store import RowStore, StoreFactory, StoreRequest, device_store
 
 
 def stores_of(
-    folder_of: Callable[[str], Path],
+    rule_of: Callable[[str], StorageRule],
     device: torch.device,
     servers: Servers | None = None,
     num_threads: int = 1,
 ) -> StoreFactory:
-    """Return a factory that creates the kind of store that ``TableConfig.storage`` requests; files
-    go to ``folder_of(key)``, and each cache is planned by ``num_threads`` threads.
+    """Return a factory that creates the kind of store that ``TableConfig.storage`` requests, by
+    the storage rule ``rule_of(key)``. Each cache is planned by ``num_threads`` threads.
 
     See ``RecordRequest`` for ``servers``.
     """
@@ -31,10 +31,8 @@ def stores_of(
             return device_store(request)
 
         def records(num_rows: int, layout: RecordLayout) -> RecordStore:
-            folder = folder_of(storage.key)
-            new = RecordRequest(
-                num_rows, layout, folder, storage.key, device, next(numbers), servers
-            )
+            rule = rule_of(storage.key)
+            new = RecordRequest(num_rows, layout, rule, storage.key, device, next(numbers), servers)
             return RECORDS[storage.kind](new)
 
         slots = storage.num_slots(request.num_rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sbpflow.embedding.cache.remote_records import RemoteRecords, Servers
 from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
-from sbpflow.embedding.plan.row_storage import Outside
+from sbpflow.embedding.plan.row_storage import Outside, StorageRule
 from sbpflow.errors import ConfigError
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -182,29 +182,33 @@ def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) ->
 class RecordRequest(NamedTuple):
     """The arguments for creating the records of a table on this rank.
 
-    ``folder`` is the folder for files, and ``key`` the configuration key of the storage rule. Each
-    request on a rank has a different ``number``. ``servers`` is None for a job that only predicts:
-    such a job must not disturb a run that uses the servers, so its records go to a file.
+    ``rule`` is the storage rule, and ``key`` its configuration key. Each request on a rank has a
+    different ``number``. ``servers`` is None for a job that only predicts: such a job must not
+    disturb a run that uses the servers, so its records go to a file.
     """
 
     num_rows: int
     layout: RecordLayout
-    folder: Path
+    rule: StorageRule
     key: str
     device: torch.device
     number: int
     servers: Servers | None
 
 
+def _in_file(new: RecordRequest) -> RecordStore:
+    return file_records(new.num_rows, new.layout, new.rule.path or Path(), new.key)
+
+
 def _on_servers(new: RecordRequest) -> RecordStore:
     if new.servers is None:
-        return file_records(new.num_rows, new.layout, new.folder, new.key)
+        return _in_file(new)
     return RemoteRecords(new.servers, new.number, new.num_rows, new.layout.empty(0))
 
 
 RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {
     "host": lambda new: host_records(new.num_rows, new.layout, new.device),
-    "file": lambda new: file_records(new.num_rows, new.layout, new.folder, new.key),
+    "file": _in_file,
     "servers": _on_servers,
 }
 

@@ -1,18 +1,27 @@
 """Defines the policies for out-of-range ids.
 
-A policy that replaces ids consists of a name in ``OutOfRange`` and a function in this module. The
-policy ``error`` does not replace ids.
+A policy that replaces ids consists of a name in ``OutOfRange``, its description, and a function in
+this module. The policy ``error`` does not replace ids.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.random.streams import mix
 
 OutOfRange = Literal["error", "clamp", "hash"]
+OutOfRangeKey = Annotated[
+    OutOfRange,
+    Key(
+        "results",
+        "What to do with IDs outside the table: raise an error, use the nearest row (clamp), "
+        "or use a row selected by a hash of the ID. Replaced IDs are counted.",
+    ),
+]
 
 
 def _clamp(ids: Tensor, limits: Tensor | int) -> Tensor:

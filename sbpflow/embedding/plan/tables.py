@@ -12,7 +12,8 @@ import torch
 
 from sbpflow.embedding.plan.growth import Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
-from sbpflow.embedding.rules.base import KernelRequest, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 

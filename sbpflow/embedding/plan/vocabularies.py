@@ -165,7 +165,7 @@ def _check_table(table: TableConfig, config: TableLayout) -> None:
     if layout.placement.size > 1 and any(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp):
         problem = (
             f"layout {layout} is not supported, because every rank would need the new rows of all "
-            "ranks; use S(0) or S(1) (parallel.scheme: 1, 2, or 3, or sbp in parallel.tables)"
+            "ranks; use S(0) or S(1) (for example, parallel.scheme: row, or sbp in parallel.tables)"
         )
     elif list(layout.placement.ranks) != sorted(layout.placement.ranks):
         # The hosts set the order of a layout of two levels.

@@ -1,3 +1,3 @@
-"""Defines the sparse optimizers. Each module defines the constants, the state, and the torch step
-of one optimizer.
+"""Defines the sparse optimizers, and lists the kernels that run them. Each other module defines the
+constants, the state, and the torch step of one optimizer.
 """

@@ -12,14 +12,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, get_args, get_type_
 
 from torch import Tensor
 
+from sbpflow.embedding.rules.kernels import COMPILED, CompiledKernel
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import LearningRate, NonNegative, broken_rule
 
 StateSize = Literal["row", "element"]
-CompiledKernel = Literal["numba", "fbgemm", "triton"]
-KernelName = Literal["torch", CompiledKernel]
-KernelRequest = Literal["auto", KernelName]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
     NonNegative,
@@ -109,8 +107,8 @@ class SparseOptimizer(ABC):
     # ``state`` maps the name of each state to its shape: one value per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". For a built-in optimizer without this mapping, every kernel except
-    # FBGEMM has a function that is named after the optimizer.
+    # "package.module:function". A built-in optimizer without this mapping is supported by each
+    # kernel whose module of rules has a function with the name of the optimizer.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
     # ``one_rate`` is the reason why the learning rate must stay constant during a run; ``None`` if
     # the learning rate may change.
@@ -120,11 +118,10 @@ class SparseOptimizer(ABC):
         own = self.__dataclass_fields__["name"].default
         if self.name != own and ":" not in self.name:
             raise ConfigError(f"sparse optimizer: the name must be {own!r}, got {self.name!r}")
-        if unknown := sorted(set(self.kernels) - set(get_args(CompiledKernel))):
-            known = ", ".join(get_args(CompiledKernel))
+        if unknown := sorted(set(self.kernels) - set(COMPILED)):
             raise ConfigError(
                 f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use one of "
-                f"{known}"
+                f"{', '.join(COMPILED)}"
             )
         if unknown := sorted({*map(str, self.state.values())} - {*get_args(StateSize)}):
             raise ConfigError(

@@ -1,9 +1,8 @@
 """Row kernels allocate, read, and update a block of slots.
 
 The row store (``store.py``) assigns rows to slots. Reading (``lookup``) and writing (``update``)
-are separate, so an update need not be part of the backward pass. There are four kernels, whose
-results are equal up to rounding: plain torch, FBGEMM's table-batched embedding (TBE), CPU loops
-compiled by numba, and Triton for GPUs.
+are separate, so an update need not be part of the backward pass. The results of all kernels
+(``rules.kernels``) are equal up to rounding.
 """
 
 from collections.abc import Callable, Sequence

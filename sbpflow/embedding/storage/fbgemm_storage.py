@@ -10,15 +10,16 @@ from torch import Tensor
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import huge_pages
-from sbpflow.embedding.storage.base import RowListener, notify
+from sbpflow.embedding.storage.base import RowKernel, RowListener, notify
 from sbpflow.embedding.storage.lookup import Lookup
+from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.runtime.compute.versions import import_fbgemm
 
 
 class FbgemmStorage:
     """Stores float32 rows in one TBE table and updates them in its backward pass.
 
-    The kernel supports only what ``choose.choose_kernel`` selects it for: optimizers and widths for
+    The kernel supports only what ``rules.kernels`` allows: optimizers and widths for
     which TBE gives the same results as ``TorchStorage``.
     """
 
@@ -87,6 +88,23 @@ class FbgemmStorage:
             slots = slots.to(torch.int64)
         with torch.enable_grad():
             return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
+
+
+def fbgemm_storage(
+    rows: int,
+    width: int,
+    *,
+    slots: int,
+    **options: Any,  # noqa: ANN401  (those of ``TorchStorage``)
+) -> RowKernel:
+    """Allocate a block with the arguments of ``TorchStorage``.
+
+    An empty block uses torch, because FBGEMM's table cannot be empty. Like FBGEMM, it has no
+    ``absent`` address, because groups send rows in the same way on all ranks.
+    """
+    if slots:
+        return FbgemmStorage(slots, width, optimizer=options["optimizer"], device=options["device"])
+    return TorchStorage(rows, width, slots=0, fixed_size=False, **options)
 
 
 class Tbe(Protocol):

@@ -24,9 +24,10 @@ from sbpflow.costs.ids import CLICKS
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard, TableConfig
-from sbpflow.embedding.rules.base import KernelName, SparseOptimizer
+from sbpflow.embedding.rules.base import SparseOptimizer
+from sbpflow.embedding.rules.kernels import COMPILED, KernelName
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.choose import COMPILED, KernelChoice, deduplicator, make_kernel
+from sbpflow.embedding.storage.choose import KernelChoice, deduplicator, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.compute.cpu import cpu_name, machine_key

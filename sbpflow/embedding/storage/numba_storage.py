@@ -4,9 +4,11 @@ Lookups and updates give the same results as ``TorchStorage``; the docstring of 
 when they are bit-equal. Import this module only if numba is installed.
 """
 
+import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from typing import Any, cast
 
@@ -23,8 +25,11 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.numba_rules import RowArrays, rowwise_adagrad
 from sbpflow.embedding.storage.rounding import DROPPED_BITS
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
+from sbpflow.runtime.compute.compiled import numba_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
+_LOG = logging.getLogger(__name__)
+_NOTICE_AFTER_S = 2.0  # compilations that take longer are logged
 # Deduplication scans a bitmap of all possible addresses. If there are more than this many possible
 # addresses per id of the batch, deduplication uses a hash table instead.
 MOST_BITS_PER_ID = 512
@@ -362,14 +367,29 @@ class NumbaStorage(TorchStorage):
         self._rule(self.optimizer, arrays)
 
 
-def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
-    """Compile the loops of this optimizer, or load them from the cache; return the seconds that
-    this took.
-    """
+def warm_up(
+    rules: Iterable[SparseOptimizer], *, dtype: torch.dtype, row_dtype: torch.dtype
+) -> None:
+    """Compile the loops of these optimizers, or load them from the cache."""
+    message = "loading numba kernels; the first start on a machine compiles them ..."
+    notice = threading.Timer(_NOTICE_AFTER_S, _LOG.info, [message])
+    notice.start()
+    start = time.perf_counter()
+    try:
+        for rule in rules:
+            _warm_up_loops(rule, dtype=dtype, row_dtype=row_dtype)
+    finally:
+        notice.cancel()
+    seconds, place = time.perf_counter() - start, numba_cache() or "memory"
+    _LOG.info("numba kernels ready in %.1f s, cached in %s", seconds, place)
+
+
+def _warm_up_loops(
+    optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype
+) -> None:
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise
 
-    start = time.perf_counter()
     cpu = torch.device("cpu")
     table = TableConfig(name="warm_up", features=("f",), num_rows=2, dim=4)
     shard = Shard(0, 2, 0, 4, table=table, rank=0)
@@ -384,4 +404,3 @@ def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.
             storage.lookup(lookup)
             storage.update(lookup, torch.zeros(lookup.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
-    return time.perf_counter() - start

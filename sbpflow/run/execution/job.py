@@ -1,9 +1,8 @@
 """Builds one rank's part of a run from its plan: tables, dense part, optimizers, trainer."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -14,6 +13,8 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.collection import EmbeddingCollection
+from sbpflow.embedding.exchange.base import GroupContext
+from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.state import LogicalTensor
 from sbpflow.embedding.storage.store import StoreFactory
 from sbpflow.errors import ConfigError, SbpError
@@ -135,10 +136,10 @@ def build_job(
         boxing,
         seed=seed,
         kernel=plan.kernels,
-        row_buffer_fraction=config.parallel.row_buffer_fraction,
         stores=stores or _stores(config, plan, boxing, training),
         initialize=training,
         compiled=compiled,
+        **GroupContext.options_of(config.parallel),
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
@@ -182,15 +183,13 @@ def build_job(
 def _stores(config: Config, plan: RunPlan, boxing: Boxing, training: bool) -> StoreFactory:
     servers = join_servers(config, plan, boxing) if training else None
     world = boxing.world
-    return stores_of(partial(_row_folder, config), world.device, servers, host_threads(world))
+    return stores_of(partial(_storage_rule, config), world.device, servers, host_threads(world))
 
 
-def _row_folder(config: Config, key: str) -> Path:
-    """Return the folder for the rows of tables to which the ``parallel.storage`` rule ``key``
-    applies.
-    """
+def _storage_rule(config: Config, key: str) -> StorageRule:
+    """Return the ``parallel.storage`` rule with this key; ``path`` is ``run.dir`` by default."""
     rule = config.parallel.storage[key.removeprefix("parallel.storage.")]
-    return rule.path or config.run.dir
+    return replace(rule, path=rule.path or config.run.dir)
 
 
 def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:

@@ -248,7 +248,7 @@ def _plan_tables(
         layouts = resolve_table_layouts(
             parallel, shapes, schemes, world.size, world.device_type, planned, topology.hosts
         )
-        check_layouts(config, layouts)
+        check_layouts(config, layouts, world.size)
         return layouts
 
     outputs = _with_patterns(spec.outputs, config)

@@ -12,14 +12,8 @@ import torch
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.rules.base import KernelName, KernelRequest
-from sbpflow.embedding.storage.choose import (
-    KERNEL_NAMES,
-    StackFacts,
-    kernel_faults,
-    missing_kernels,
-    request_of,
-)
+from sbpflow.embedding.rules.kernels import KernelName, KernelRequest
+from sbpflow.embedding.storage.choose import facts_of, kernel_faults, missing_kernels, request_of
 from sbpflow.embedding.storage.measure import Profile, StackShape, choose_by_times, measure
 from sbpflow.run.planning.plan import RunPlan
 
@@ -80,8 +74,8 @@ def _measurable(run: RunPlan, request: KernelRequest) -> Iterator[_Measurable]:
         for stack in group.stacks:
             if request_of(stack, request) != "auto":
                 continue
-            faults = kernel_faults(StackFacts.of(plan, stack), missing)
-            names: list[KernelName] = [name for name in KERNEL_NAMES if faults.get(name) is None]
+            faults = kernel_faults(facts_of(plan, stack), missing)
+            names = [name for name, fault in faults.items() if fault is None]
             shape = StackShape.of(group, stack, run.batch_size, plan.row_dtype, run.skew, device)
             if len(names) > 1 and shape is not None:
                 yield stack, shape, names

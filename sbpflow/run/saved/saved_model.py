@@ -31,13 +31,14 @@ from sbpflow.config.table_rules import Hosts, ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.exchanges import legal_exchanges
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.embedding.plan.vocabularies import vocabulary_name
-from sbpflow.embedding.rules.base import KernelRequest
+from sbpflow.embedding.rules.kernels import KernelRequest
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.model.spec import ModelSpec
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.runtime.fields.keys import device_keys
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.sbp.layout import Layout
 
@@ -111,7 +112,6 @@ def saved_config(
 
 
 _LOOKAHEAD_KEYS = ("early_rows", "late_gradients")
-_DEVICE_KEYS = ("tf32", "cuda_graph", "row_buffer_fraction", "kernel", "kernels")
 
 
 def saved_layouts(
@@ -153,7 +153,7 @@ def saved_layouts(
     config = replace(config, parallel=replace(config.parallel, tables=tables, topology=topology))
     if not same_device:
         defaults, parallel = ParallelConfig(), config.parallel
-        keys = [key for key in _DEVICE_KEYS if given[key] == saved.get(key)]
+        keys = [key for key in device_keys(ParallelConfig) if given[key] == saved.get(key)]
         kept = {
             pattern: rule
             for pattern, rule in parallel.storage.items()

@@ -5,21 +5,16 @@ Some checks run an operator or a collective, because an installed package may st
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from sbpflow.errors import ConfigError, PeerLostError
-from sbpflow.runtime.compute.versions import (
-    FBGEMM_OF_TORCH,
-    Installed,
-    dist_version,
-    import_fbgemm,
-    minor,
-)
+from sbpflow.runtime.compute.versions import FBGEMM_OF_TORCH, dist_version, minor
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.environment import rank_and_world_size
 from sbpflow.runtime.processes.launch import ArgumentParser
@@ -39,10 +34,15 @@ class Finding:
     text: str
 
 
+Check = Callable[[], Finding]
 DataChecks = Callable[[Path], Sequence[Finding]]
 
 
-def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int:
+def main(
+    argv: Sequence[str] = (),
+    data_checks: DataChecks | None = None,
+    kernel_checks: Mapping[str, Check] = MappingProxyType({}),
+) -> int:
     """Write the report to stdout on rank 0; return 0 if nothing is broken, else 1.
 
     All ranks run ``data_checks``, with the value of ``--dir``.
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
     if args.dir.is_file():
         raise ConfigError(f"--dir: {args.dir} is a file; use a folder (for example, --dir runs)")
     rank, _ = rank_and_world_size()
-    findings = [_run(check) for check in CHECKS] if rank == 0 else []
+    checks = {**CHECKS, **kernel_checks} if rank == 0 else {}
+    findings = [_run(name, check) for name, check in checks.items()]
     if data_checks is not None:
         findings += _run_data_checks(data_checks, args.dir)
     if rank != 0:
@@ -84,12 +85,12 @@ def _run_data_checks(data_checks: DataChecks, folder: Path) -> Sequence[Finding]
         return [_broken("ranks", error)]
 
 
-def _run(check: Callable[[], Finding]) -> Finding:
+def _run(name: str, check: Check) -> Finding:
     """Run a check; report any exception as a broken finding."""
     try:
         return check()
     except Exception as error:  # noqa: BLE001  (the other checks must still run)
-        return _broken(check.__name__.strip("_"), error)
+        return _broken(name, error)
 
 
 def _broken(name: str, error: Exception) -> Finding:
@@ -97,7 +98,7 @@ def _broken(name: str, error: Exception) -> Finding:
     return Finding(name, "broken", f"{type(error).__name__}: {text}")
 
 
-def _optional(name: str, dist: str, without: str) -> Finding:
+def optional(name: str, dist: str, without: str) -> Finding:
     """Report an optional package's version or, if it is missing, the fallback ``without``."""
     version = dist_version(dist)
     return Finding(name, "absent", without) if version is None else Finding(name, "ok", version)
@@ -124,47 +125,8 @@ def _torch() -> Finding:
     return Finding("torch", "ok", f"{torch.__version__} ({build})")
 
 
-def _fbgemm() -> Finding:
-    """Run an FBGEMM operator, which needs the compiled library."""
-    try:
-        module = import_fbgemm()
-    except ConfigError as error:
-        return Finding("fbgemm", "broken", str(error))
-    if module is None:
-        hint = "to install FBGEMM, run pip install 'sbpflow[cpu]' or 'sbpflow[cuda]'"
-        return Finding("fbgemm", "absent", f"lookups use other kernels; {hint}")
-    import torch
-
-    rows = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 1]))
-    if rows.tolist() != [0, 1, 2]:
-        return Finding("fbgemm", "broken", f"a prefix sum of [1, 1] gave {rows.tolist()}")
-    installed = Installed.find()
-    return Finding("fbgemm", "ok", f"{installed.fbgemm_dist} {installed.fbgemm}, matches torch")
-
-
-def _numba() -> Finding:
-    """Compile one function with numba."""
-    hint = "for faster kernels, run pip install 'sbpflow[numba]'"
-    finding = _optional("numba", "numba", f"tables on CPUs use other kernels; {hint}")
-    if finding.state == "absent":
-        return finding
-    import numba
-
-    def one_more(number: int) -> int:
-        return number + 1
-
-    result = int(numba.njit(one_more)(1))
-    state = "ok" if result == 2 else "broken"
-    return Finding("numba", state, f"{finding.text}, 1 + 1 is {result}")
-
-
-def _triton() -> Finding:
-    """Check only whether the package is installed: triton compiles only for GPUs."""
-    return _optional("triton", "triton", "tables on CUDA use other kernels")
-
-
 def _dali() -> Finding:
-    finding = _optional("dali", "nvidia-dali-cuda130", "data.loader=auto works without it")
+    finding = optional("dali", "nvidia-dali-cuda130", "data.loader=auto works without it")
     if finding.state == "ok":
         import_module("nvidia.dali")
     return finding
@@ -216,15 +178,12 @@ def _trackers() -> Finding:
     return Finding("trackers", "ok", ", ".join(installed))
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _torch,
-    _fbgemm,
-    _numba,
-    _triton,
-    _dali,
-    _gloo,
-    _cuda,
-    _nccl,
-    _trackers,
-)
+CHECKS: Mapping[str, Check] = {
+    "python": _python,
+    "torch": _torch,
+    "dali": _dali,
+    "gloo": _gloo,
+    "cuda": _cuda,
+    "nccl": _nccl,
+    "trackers": _trackers,
+}

@@ -17,12 +17,16 @@ class Key:
     * ``execution``: the key affects where, how, or how long a run executes. Its value may change:
       losses then differ only by rounding, because sums may be computed in another order.
 
+    If ``device`` is given, the value may suit only one type of device, and a saved value is dropped
+    on another type; ``device`` is the reason why CPUs do not support the key, or "" if they do.
+
     A field without a Key inherits the effect of its group. Fields of users' own classes have the
     effect ``results``.
     """
 
     affects: Affects
     line: str
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,12 @@ def key_of(kind: type, name: str) -> Key | None:
     hint = _hints(kind).get(name) if isinstance(field.type, str) else field.type
     marks = getattr(hint, "__metadata__", ())
     return next((mark for mark in marks if isinstance(mark, Key)), None)
+
+
+def device_keys(kind: type) -> dict[str, str]:
+    """Return the ``device`` of each key of a dataclass that depends on the type of device."""
+    keys = ((name, key_of(kind, name)) for name in getattr(kind, "__dataclass_fields__", {}))
+    return {name: key.device for name, key in keys if key is not None and key.device is not None}
 
 
 @cache
