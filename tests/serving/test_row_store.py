@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.serving import row_store
 from sbpflow.serving.operations import BundleError
 from sbpflow.serving.row_store import Store
 from sbpflow.serving.scorer import load
@@ -55,6 +56,21 @@ def test_every_version_keeps_its_rows(parts, merges):
         changed = int((store._slots >= ROWS).sum())
         assert held == changed if merges or parts > 1 else changed <= held <= 2 * ROWS
     assert most == (1 if merges or parts > 1 else 10)
+
+
+def test_places_beyond_int32_are_read(monkeypatch):
+    monkeypatch.setattr(row_store, "_MOST_PLACES", ROWS + 20)  # a test cannot have 2^31 rows
+    store, whole = Store(base_of(1), torch.float32, merges=False), torch.zeros(ROWS, DIM)
+    kinds = []
+    for first in (0, 10, 15):
+        rows = torch.arange(first, first + 10)
+        whole[rows] = new = torch.full((10, DIM), 1.0 + first)
+        store = store.with_rows((rows, new))
+        kinds.append(store._slots.dtype)
+        assert torch.equal(store.gather(torch.arange(ROWS)), whole)
+        if find_spec("numba"):
+            assert torch.equal(by_loops(store), whole)
+    assert kinds == [torch.int32, torch.int32, torch.int64]
 
 
 def test_changed_rows_are_read_where_they_are():
