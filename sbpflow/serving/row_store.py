@@ -17,7 +17,7 @@ from sbpflow.serving.operations import BundleError
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
           "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-          "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
+          "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
 _MOST_PLACES = 2**31 - 1  # the places of more rows need int64
 
 

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.checkpoint import format
+from sbpflow.run.export.bundle import array_of
+from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving import row_store
+from sbpflow.serving.deltas import DTYPE_CODES
 from sbpflow.serving.operations import BundleError
-from sbpflow.serving.row_store import Store
+from sbpflow.serving.row_store import Store, Tensors
 from sbpflow.serving.scorer import load
 
 ROWS, DIM = 50, 3
@@ -103,3 +107,15 @@ def test_a_replaced_model_is_freed_without_garbage_collection(exported):
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()
+
+
+def test_tensors_with_any_dtype_of_checkpoints_are_written_and_read(tmp_path):
+    tensors = {name: torch.arange(2).to(dtype) for name, dtype in format.DTYPES.items()}
+    kinds = {name: (DTYPE_CODES[tensor.dtype], [2]) for name, tensor in tensors.items()}
+    with TensorsFile(tmp_path / "file", kinds) as out:
+        for name, tensor in tensors.items():
+            out.put(name, 0, array_of(tensor))
+    found = Tensors(tmp_path / "file")
+    for name, tensor in tensors.items():
+        assert found.tensor(name).dtype == tensor.dtype
+        assert found.tensor(name).tolist() == tensor.tolist()
