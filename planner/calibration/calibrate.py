@@ -12,6 +12,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from sbpflow.boxing.agreement import gather_values
+from sbpflow.boxing.agreement import gather_values, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import build
 from sbpflow.costs.counts import FEATURES, NUM_FEATURES
@@ -36,6 +37,7 @@ from sbpflow.planner.costs.run_corrections import facts_of
 from sbpflow.planner.task import Plan
 from sbpflow.runtime.compute.devices import device_name
 from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json, read_text
 from sbpflow.runtime.processes.environment import env_int
 from sbpflow.runtime.ranks.world import World
@@ -75,10 +77,24 @@ def run_calibration(args: Namespace) -> str:
     facts = {f"--{key}": str(getattr(args, key)) for key in _EQUAL}
     with World.start(args.device, facts=facts) as world:
         path = args.output or default_path(world.device.type)
-        boxing = Boxing(world)
-        profile = calibrate(boxing, settings, path.with_suffix(".measured.jsonl"))
-        save_on_all_hosts(boxing, profile, path)
+        boxing, journal = Boxing(world), path.with_suffix(".measured.jsonl")
+        with run_on_all_ranks(boxing, lambda: _locked(journal, world.rank)):
+            profile = calibrate(boxing, settings, journal)
+            save_on_all_hosts(boxing, profile, path)
     return "" if profile is None else f"{describe(profile)}\nprofile: {path}"
+
+
+def _locked(journal: Path, rank: int) -> AbstractContextManager[object]:
+    """On rank 0, lock the journal: two calibrations at a time would distort each other's times."""
+    if rank:
+        return nullcontext()
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return hold(journal)
+    except HeldError:
+        raise ConfigError(
+            f"planner: {journal} is in use by another calibration; wait until it ends"
+        ) from None
 
 
 def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> None:

@@ -405,5 +405,10 @@ def _within(part: Place, whole: Place) -> tuple[slice, slice]:
 
 
 def _unreadable(path: AnyPath, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError) and not path.parent.exists():
+        return CheckpointError(
+            f"{path.parent} was removed while it was read, as a run does with all but its newest "
+            "checkpoints; repeat the command, or give the run a larger checkpoint.keep"
+        )
     reason = (error.strerror or str(error)).lower()
     return CheckpointError(f"{path} cannot be read ({reason}); use another checkpoint")

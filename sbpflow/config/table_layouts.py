@@ -108,6 +108,11 @@ def _rule_of(
     plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
     candidates = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
     if scheme is not None:
+        if scheme not in schemes:
+            raise ConfigError(
+                f"parallel.scheme: this model's spec has no rules for scheme {scheme}; use one of "
+                f"{', '.join([*schemes, 'auto'])}"
+            )
         rules = schemes[scheme].items()
         candidates += [(pattern, f"parallel.scheme {scheme}", rule) for pattern, rule in rules]
     candidates += [(p, f"parallel.tables.{p}", rule) for p, rule in parallel.tables.items()]

@@ -17,7 +17,8 @@ from sbpflow.serving.operations import BundleError
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
           "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-          "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
+          "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool"}  # fmt: skip
+_MOST_PLACES = 2**31 - 1  # the places of more rows need int64
 
 
 class Tensors:
@@ -79,9 +80,10 @@ class Store:
 
     ``base`` is mapped from the bundle. Changed rows are in ``pieces``. The pieces of a delta are
     mapped from the delta's file, so that the workers of a server share this memory. ``slots``
-    (int32 [rows]) contains the place of each row: below ``num_rows`` in ``base``, otherwise in the
-    pieces. Compiled loops can read any number of pieces. Without compiled loops (``merges``), or if
-    rows must be converted when they are read, each change merges all pieces into one.
+    ([rows], int32 or, if there are more places, int64) contains the place of each row: below
+    ``num_rows`` in ``base``, otherwise in the pieces. Compiled loops can read any number of pieces.
+    Without compiled loops (``merges``), or if rows must be converted when they are read, each
+    change merges all pieces into one.
     """
 
     def __init__(self, base: Sequence[Tensor], dtype: torch.dtype, *, merges: bool = True) -> None:
@@ -152,15 +154,17 @@ class Store:
         dtype are copied only when pieces are merged.
         """
         new = Store(self._base, self._dtype, merges=self._merges)
-        if self._slots is None:
-            new._slots = torch.arange(self.num_rows, dtype=torch.int32)
-        else:
-            new._slots = self._slots.clone()
         pieces, end = list(self._pieces), self._end
+        num_places = self.num_rows + end + sum(len(rows) for rows, _ in changes)
+        dtype = torch.int32 if num_places <= _MOST_PLACES else torch.int64
+        if self._slots is None:
+            new._slots = torch.arange(self.num_rows, dtype=dtype)
+        else:
+            new._slots = self._slots.to(dtype, copy=True)
         for rows, values in changes:
             if len(rows):
                 pieces.append(self._stored(len(rows), values))
-                places = torch.arange(end, end + len(rows), dtype=torch.int32)
+                places = torch.arange(end, end + len(rows), dtype=dtype)
                 new._slots.index_copy_(0, rows, places + self.num_rows)
                 end += len(rows)
         new._set_pieces(pieces)
@@ -169,7 +173,7 @@ class Store:
             changed = (new._slots >= self.num_rows).nonzero().reshape(-1)
             at = new._slots.index_select(0, changed).long() - self.num_rows
             new._set_pieces([new._changed(at)])
-            places = torch.arange(len(changed), dtype=torch.int32)
+            places = torch.arange(len(changed), dtype=dtype)
             new._slots.index_copy_(0, changed, places + self.num_rows)
         return new
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -26,6 +27,10 @@ _RANK_TIMES = {
 }
 
 
+class _Server6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
 class PrometheusReporter:
     """A ``Reporter`` whose thread answers requests with the values of the last log interval.
 
@@ -37,7 +42,8 @@ class PrometheusReporter:
         self._ranks: list[str] = []
         self._scores: dict[str, list[str]] = {}
         try:
-            self._server = ThreadingHTTPServer((address.host, address.port), self._handler())
+            kind = _Server6 if ":" in address.host else ThreadingHTTPServer
+            self._server = kind((address.host, address.port), self._handler())
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(
@@ -47,7 +53,8 @@ class PrometheusReporter:
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        logger.info("metrics for Prometheus: http://%s:%d/metrics", address.host, self.port)
+        shown = f"[{address.host}]" if ":" in address.host else address.host
+        logger.info("metrics for Prometheus: http://%s:%d/metrics", shown, self.port)
 
     @staticmethod
     def of(config: Config, boxing: Boxing) -> "PrometheusReporter | None":

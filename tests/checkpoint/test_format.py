@@ -354,6 +354,14 @@ def test_a_removed_or_replaced_checkpoint_that_is_being_read_does_not_end_the_ru
     assert tidy(tmp_path) == [".replaced-step-4"]
 
 
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_named(tmp_path):
+    checkpoint = open_checkpoint(save(tmp_path))
+    remove_checkpoint(checkpoint.path)
+    message = r"step-3 was removed while it was read, .*; repeat the command, or .* larger"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.tensor("tables/a")
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     part = Part(name="a", place=place(0, 1, 0, 1), values=torch.zeros(1, 1))
     with pytest.raises(CheckpointError, match=r"nowhere/rank-0\.bin cannot be written"):

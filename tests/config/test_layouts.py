@@ -6,7 +6,7 @@ import pytest
 
 from sbpflow.config.load import load_config
 from sbpflow.config.table_layouts import resolve_table_layouts
-from sbpflow.config.table_rules import ParallelConfig, rule_of
+from sbpflow.config.table_rules import ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
@@ -241,3 +241,9 @@ def test_the_message_for_a_missing_rank_says_what_to_remove(resolve):
     removed = "{scheme: dp, tables: {deep.C1: {sbp: S(0)}}}"
     for size in (1, 2, 3):
         assert resolve(removed, size)["deep.C1"].layout.placement.size == size
+
+
+def test_a_scheme_that_the_spec_of_a_model_does_not_have_is_refused():
+    schemes = {"1": {"*": TableRule(sbp="S(0)")}}
+    with pytest.raises(ConfigError, match=r"no rules for scheme dp; use one of 1, auto$"):
+        resolve_table_layouts(ParallelConfig(scheme="dp"), TABLES, schemes, 2)

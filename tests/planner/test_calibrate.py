@@ -16,12 +16,13 @@ from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.prices import PHASES, SENT, WORK_MS, by_phase, transfer_ms
-from sbpflow.errors import DataError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.planner import workloads
 from sbpflow.planner.calibration import design, measure
 from sbpflow.planner.calibration.calibrate import (
     QUICK,
     Journal,
+    _locked,
     calibrate,
     default_ranks,
     describe,
@@ -91,6 +92,14 @@ def test_a_second_calibration_repeats_no_measurement(ranks, tmp_path):
     task = make_task(world_size=2)
     plan = {table.name: Choice(Shape("S(0)", "unique", (2, 1)), (0, 1)) for table in task.tables}
     assert TaskCost(profile, task).predict(plan).step_ms > 0
+
+
+def test_a_second_calibration_at_the_same_time_is_refused(tmp_path):
+    journal = tmp_path / "cache" / "profile.measured.jsonl"
+    for _ in range(2):  # the first has ended, and its lock with it
+        with _locked(journal, 0), pytest.raises(ConfigError, match="in use by another calibration"):
+            _locked(journal, 0)
+    assert not Journal(journal, FACTS).records
 
 
 def test_the_journal_of_another_machine_is_ignored(tmp_path):

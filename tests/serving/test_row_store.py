@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.checkpoint import format
+from sbpflow.run.export.bundle import array_of
+from sbpflow.runtime.files.tensors_file import TensorsFile
+from sbpflow.serving import row_store
+from sbpflow.serving.deltas import DTYPE_CODES
 from sbpflow.serving.operations import BundleError
-from sbpflow.serving.row_store import Store
+from sbpflow.serving.row_store import Store, Tensors
 from sbpflow.serving.scorer import load
 
 ROWS, DIM = 50, 3
@@ -57,6 +62,21 @@ def test_every_version_keeps_its_rows(parts, merges):
     assert most == (1 if merges or parts > 1 else 10)
 
 
+def test_places_beyond_int32_are_read(monkeypatch):
+    monkeypatch.setattr(row_store, "_MOST_PLACES", ROWS + 20)  # a test cannot have 2^31 rows
+    store, whole = Store(base_of(1), torch.float32, merges=False), torch.zeros(ROWS, DIM)
+    kinds = []
+    for first in (0, 10, 15):
+        rows = torch.arange(first, first + 10)
+        whole[rows] = new = torch.full((10, DIM), 1.0 + first)
+        store = store.with_rows((rows, new))
+        kinds.append(store._slots.dtype)
+        assert torch.equal(store.gather(torch.arange(ROWS)), whole)
+        if find_spec("numba"):
+            assert torch.equal(by_loops(store), whole)
+    assert kinds == [torch.int32, torch.int32, torch.int64]
+
+
 def test_changed_rows_are_read_where_they_are():
     values = torch.rand(4, DIM)
     store = Store(base_of(1), torch.float32, merges=False).with_rows((torch.arange(4), values))
@@ -87,3 +107,15 @@ def test_a_replaced_model_is_freed_without_garbage_collection(exported):
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()
+
+
+def test_tensors_with_any_dtype_of_checkpoints_are_written_and_read(tmp_path):
+    tensors = {name: torch.arange(2).to(dtype) for name, dtype in format.DTYPES.items()}
+    kinds = {name: (DTYPE_CODES[tensor.dtype], [2]) for name, tensor in tensors.items()}
+    with TensorsFile(tmp_path / "file", kinds) as out:
+        for name, tensor in tensors.items():
+            out.put(name, 0, array_of(tensor))
+    found = Tensors(tmp_path / "file")
+    for name, tensor in tensors.items():
+        assert found.tensor(name).dtype == tensor.dtype
+        assert found.tensor(name).tolist() == tensor.tolist()

@@ -132,8 +132,8 @@ def test_the_ranks_event_is_valid(tmp_path):
     assert (event["slow_rank"], event["slow_host"]) == (2, "b")
 
 
-def _get(reporter, path="/metrics"):
-    with urllib.request.urlopen(f"http://127.0.0.1:{reporter.port}{path}", timeout=20) as answer:
+def _get(reporter, path="/metrics", host="127.0.0.1"):
+    with urllib.request.urlopen(f"http://{host}:{reporter.port}{path}", timeout=20) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
 
 
@@ -155,5 +155,18 @@ def test_prometheus_reads_the_last_values():
             _get(reporter, "/")
         with pytest.raises(ConfigError, match=r"train\.prometheus: cannot listen on 127\.0\.0\.1:"):
             PrometheusReporter(PrometheusConfig(port=reporter.port))
+    finally:
+        reporter.close()
+
+
+def test_prometheus_reads_from_an_address_of_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    reporter = PrometheusReporter(PrometheusConfig(host="::1", port=0))
+    try:
+        reporter.step(10, 0.5, 1000.0, {})
+        assert "sbpflow_train_step 10" in _get(reporter, host="[::1]")[1]
     finally:
         reporter.close()

@@ -239,6 +239,14 @@ def test_ranks_find_each_other_even_if_the_name_of_this_machine_does_not_resolve
     assert configs[0].local_addr == "127.0.0.1"
 
 
+def test_no_heartbeat_of_torch_s_launcher_can_abort_the_exit(configs):
+    """After a signal, torch leaves the thread of the heartbeats running. If a heartbeat is under
+    way when Python exits, the process ends with SIGABRT.
+    """
+    assert start_ranks(["train"], 2, "-n") == 0
+    assert configs[0].rdzv_configs["keep_alive_interval"] >= 24 * 3600
+
+
 def test_no_folder_is_left_in_the_folder_for_temporary_files(configs, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert start_ranks(["train"], 2, "-n") == 0

@@ -15,7 +15,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.embedding.plan.exchanges import check_exchange
 from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose, Step
 from sbpflow.embedding.plan.grouping import GroupingFacts, IdColumns, groups_of, place_ids
-from sbpflow.embedding.plan.growth import has_idle_time
+from sbpflow.embedding.plan.growth import has_idle_time, most_freed
 from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.embedding.plan.tables import (
     HALF_DTYPES,
@@ -137,7 +137,8 @@ class EmbeddingPlan:
             ("keys/rows", "all_to_all", every, every, "rows of the keys"),
         ]
         if not all(vocabulary.is_local for vocabulary in vocabularies):
-            sent, sizes = 2 * every * (size - 1), 2 * size * len(vocabularies)
+            freed = sum(most_freed(each.growth, each.num_rows) for each in vocabularies)
+            sent, sizes = 2 * (every + freed) * (size - 1), 2 * size * len(vocabularies)
             steps += [
                 ("keys/changed", "all_to_all", sizes, sizes * size, "sizes of keys/new"),
                 ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),

@@ -16,6 +16,7 @@ NUM_BUCKETS = 2**14
 # with fewer rows per bucket, some buckets fill up long before the table does
 MIN_ROWS = 4 * NUM_BUCKETS
 MAX_COUNT = 2**30  # Occurrences are counted up to this number.
+SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
 # A key map may need 1.6 slots per key, and must have fewer than 2^31 slots.
 MAX_ROWS_OF_PART = 2**30
 Policy = Literal["lru", "lfu"]
@@ -134,6 +135,13 @@ class GrowthCounts(Totals):
 def has_idle_time(growth: Growth | None) -> bool:
     """Return True if keys are evicted by event time."""
     return growth is not None and growth.evict.idle_time is not None
+
+
+def most_freed(growth: Growth, num_rows: int) -> int:
+    """Return the maximum number of rows that a batch frees because their keys are idle."""
+    if growth.evict.idle_samples is None and growth.evict.idle_time is None:
+        return 0
+    return -(-num_rows * SWEPT_BUCKETS // NUM_BUCKETS)
 
 
 def _check(value: Eviction | Growth, prefix: str) -> None:

@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, Totals, first_row_of
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, SWEPT_BUCKETS, Growth, Totals, first_row_of
 from sbpflow.embedding.storage.live_rows import NO_TIME, Changes, Saved
 from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, undo_loops
 from sbpflow.embedding.vocabulary import key_map as km
@@ -30,7 +30,6 @@ LARGE = 2**22
 TOO_FULL = 0.85  # a growing map must not use more of its slots
 # If fewer of a batch's keys are distinct, the next batch's loop expects repeated keys.
 MOST_DISTINCT = 1 / 8
-SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
 # Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows, but at least 4, for eviction.
 VICTIM_SHARE = 16
 _NONE = np.empty(0, np.int64)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from glob import escape
 from typing import Any, Literal, cast
 
@@ -106,9 +107,24 @@ def saved_config(
             f"{checkpoint.path} has no configuration; use a checkpoint written by `sbpflow train`"
         )
     tree = with_current_keys(cast("dict[str, Any]", tree))
-    return config_from_tree(
-        tree, overrides, models=models, own_model=own_model, own_optimizers=own_optimizers
+    read = partial(
+        config_from_tree, tree, models=models, own_model=own_model, own_optimizers=own_optimizers
     )
+    try:
+        return read(overrides)
+    except ConfigError as error:
+        key = str(error).split(" ", 1)[0].rstrip(":")
+        if key.partition(".")[0] not in Config.__dataclass_fields__ or "unknown key" in str(error):
+            raise
+        try:  # earlier versions accepted values that this version refuses
+            read()
+        except ConfigError as saved:
+            if str(saved) == str(error):
+                raise ConfigError(
+                    f"{error}; {checkpoint.path} has this value, so add an override to the "
+                    f"command: {key}=VALUE"
+                ) from error
+        raise
 
 
 _LOOKAHEAD_KEYS = ("early_rows", "late_gradients")

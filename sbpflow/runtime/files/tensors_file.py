@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sbpflow.errors import DataError
 
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
-              "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
+              "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
 _ALIGNMENT = 64
 
 

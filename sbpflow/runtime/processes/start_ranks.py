@@ -14,6 +14,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.processes.launch import EXIT_INTERRUPT, EXIT_LOST_PEER
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+_NEVER_S = 365 * 24 * 3600  # longer than any run lasts
 
 
 def start_ranks(
@@ -54,6 +55,9 @@ def start_ranks(
                 rdzv_backend="c10d",
                 rdzv_endpoint="127.0.0.1:0",
                 local_addr="127.0.0.1",  # the name of this machine may not resolve
+                # Heartbeats are only for other nodes. After a signal, torch leaves their thread
+                # running, and a heartbeat during the exit of this process would abort it.
+                rdzv_configs={"keep_alive_interval": _NEVER_S},
                 max_restarts=0,
                 monitor_interval=0.1,
                 signals_to_handle=",".join(_handled_signals()),
