@@ -75,7 +75,7 @@ def _measurable(run: RunPlan, request: KernelRequest) -> Iterator[_Measurable]:
             if request_of(stack, request) != "auto":
                 continue
             faults = kernel_faults(facts_of(plan, stack), missing)
-            names = [name for name, fault in faults.items() if fault is None]
+            names: list[KernelName] = [name for name, fault in faults.items() if fault is None]
             shape = StackShape.of(group, stack, run.batch_size, plan.row_dtype, run.skew, device)
             if len(names) > 1 and shape is not None:
                 yield stack, shape, names
