@@ -8,4 +8,4 @@ from sbpflow.embedding.storage.numba_storage import warm_up
 if __name__ == "__main__":
     rules = [sparse_optimizer(rule, lr=0.1) for rule in RULES]
     for dtype in (torch.float32, torch.float64):
-        warm_up(rules, dtype=dtype, row_dtype=dtype)
+        warm_up(rules, dtype, dtype)

@@ -26,7 +26,7 @@ class OwnIndexer:
         return lookup
 
 
-def warm_up(rules, *, dtype, row_dtype):
+def warm_up(rules, dtype, row_dtype):
     warmed.append(([rule.name for rule in rules], dtype, row_dtype))
 
 

@@ -355,7 +355,7 @@ def test_slow_compilation_is_announced_in_the_log(monkeypatch, caplog, seconds):
     pytest.importorskip("numba")
     from sbpflow.embedding.storage import numba_storage
 
-    monkeypatch.setattr(numba_storage, "_warm_up_loops", lambda rule, **dtypes: time.sleep(seconds))
+    monkeypatch.setattr(numba_storage, "_warm_up_loops", lambda *_: time.sleep(seconds))
     monkeypatch.setattr(numba_storage, "_NOTICE_AFTER_S", 0.1)
     stack = SimpleNamespace(optimizer=SGD, tables=[SimpleNamespace(name="t")])
     plan = SimpleNamespace(groups=[SimpleNamespace(stacks=[stack])], dtype=None, row_dtype=None)

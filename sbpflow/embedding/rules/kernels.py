@@ -42,11 +42,6 @@ class StackFacts:
         """Return the name of the compute dtype, such as ``float32``."""
         return str(self.dtype).removeprefix("torch.")
 
-    @property
-    def has_half_rows(self) -> bool:
-        """Return True if rows are stored in 16 bits."""
-        return self.row_dtype.itemsize == 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
@@ -98,7 +93,7 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     """Return why FBGEMM cannot give equal results for a stack, or ``None`` if it can."""
     if stack.dtype_name != "float32":
         return f"FBGEMM does not support {stack.dtype_name} rows"
-    if stack.has_half_rows:
+    if stack.row_dtype.itemsize == 2:
         # On CPU, FBGEMM does not support bf16 rows. It rounds fp16 rows to nearest, and is 5 times
         # slower with them than with float32 rows.
         return "FBGEMM does not round half-precision rows stochastically"
@@ -135,14 +130,9 @@ def _triton_fault(stack: StackFacts) -> str | None:
         return "Triton compiles only for GPUs"
     if stack.dtype_name != "float32":
         return f"Triton does not support {stack.dtype_name} arithmetic"
-    if stack.grows and stack.has_half_rows:
+    if stack.grows and stack.row_dtype.itemsize == 2:
         return "Triton rounds by row number, but 16-bit growing tables are rounded by key"
     return None
-
-
-def _check_triton() -> Finding:
-    """Check only whether the package is installed: triton compiles only for GPUs."""
-    return optional("triton", "triton", "tables on CUDA use other kernels")
 
 
 COMPILED: dict[CompiledKernel, Kernel] = {
@@ -172,7 +162,8 @@ COMPILED: dict[CompiledKernel, Kernel] = {
         is_installed=lambda: find_spec("triton") is not None,
         fault=_triton_fault,
         reason="sorts, sums, and updates rows in launches of fixed size",
-        check=_check_triton,
+        # triton compiles only for GPUs, so check only whether the package is installed
+        check=lambda: optional("triton", "triton", "tables on CUDA use other kernels"),
         storage="sbpflow.embedding.storage.triton_storage:TritonStorage",
     ),
 }

@@ -130,7 +130,7 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
             rules.setdefault(name, set()).add(stack.optimizer)
     for name, kernel in COMPILED.items():
         if name in rules and kernel.warm_up is not None:
-            resolve_name(kernel.warm_up)(rules[name], dtype=plan.dtype, row_dtype=plan.row_dtype)
+            resolve_name(kernel.warm_up)(rules[name], plan.dtype, plan.row_dtype)
 
 
 def deduplicator(kernel: str, num_addresses: int) -> Callable[[Lookup], Lookup]:

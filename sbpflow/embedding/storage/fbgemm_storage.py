@@ -90,13 +90,7 @@ class FbgemmStorage:
             return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
 
 
-def fbgemm_storage(
-    rows: int,
-    width: int,
-    *,
-    slots: int,
-    **options: Any,  # noqa: ANN401  (those of ``TorchStorage``)
-) -> RowKernel:
+def fbgemm_storage(rows: int, width: int, *, slots: int, **options: Any) -> RowKernel:  # noqa: ANN401
     """Allocate a block with the arguments of ``TorchStorage``.
 
     An empty block uses torch, because FBGEMM's table cannot be empty. Like FBGEMM, it has no

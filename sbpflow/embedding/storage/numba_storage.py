@@ -367,9 +367,7 @@ class NumbaStorage(TorchStorage):
         self._rule(self.optimizer, arrays)
 
 
-def warm_up(
-    rules: Iterable[SparseOptimizer], *, dtype: torch.dtype, row_dtype: torch.dtype
-) -> None:
+def warm_up(rules: Iterable[SparseOptimizer], dtype: torch.dtype, row_dtype: torch.dtype) -> None:
     """Compile the loops of these optimizers, or load them from the cache."""
     message = "loading numba kernels; the first start on a machine compiles them ..."
     notice = threading.Timer(_NOTICE_AFTER_S, _LOG.info, [message])
@@ -377,16 +375,14 @@ def warm_up(
     start = time.perf_counter()
     try:
         for rule in rules:
-            _warm_up_loops(rule, dtype=dtype, row_dtype=row_dtype)
+            _warm_up_loops(rule, dtype, row_dtype)
     finally:
         notice.cancel()
     seconds, place = time.perf_counter() - start, numba_cache() or "memory"
     _LOG.info("numba kernels ready in %.1f s, cached in %s", seconds, place)
 
 
-def _warm_up_loops(
-    optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype
-) -> None:
+def _warm_up_loops(rule: SparseOptimizer, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise
 
@@ -395,7 +391,7 @@ def _warm_up_loops(
     shard = Shard(0, 2, 0, 4, table=table, rank=0)
     noise = RowNoise([shard], stream_key(0, "warm_up"), cpu)
     storage = NumbaStorage(
-        2, 4, dim=4, optimizer=optimizer, dtype=dtype, device=cpu, row_dtype=row_dtype, noise=noise
+        2, 4, dim=4, optimizer=rule, dtype=dtype, device=cpu, row_dtype=row_dtype, noise=noise
     )
     for address_dtype in (torch.int32, torch.int64):
         addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
