@@ -126,6 +126,12 @@ def _pools(folder_of: Any, device: str) -> Iterator[Callable[..., list[Any]]]:
         pool.stop()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _logs_of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Set the folder for the logs of torchrun; by default, it would leave a folder in TMPDIR."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
+
+
 @pytest.fixture(autouse=True)
 def _no_groups_left() -> Iterator[None]:
     """Destroy process groups, as the launcher does for a program that ends with an error."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.data.format.content_id import digest, rows_crc32
-from sbpflow.data.format.manifest_check import SPLITS, check_content
+from sbpflow.data.format.manifest_check import SPLITS, check_columns, check_files
 from sbpflow.data.format.parts import (
     LENGTH_TYPES,
     PLACES_IN_SHARD,
@@ -458,5 +458,6 @@ def checked_content(file: AnyPath, raw: object) -> Mapping[str, Any]:
             f"{file}: the fingerprint does not match because the file was edited or damaged; "
             "prepare the set again"
         )
-    check_content(file, content)
+    check_columns(file, content)
+    check_files(file, content, Manifest(file, content).part_types)
     return content

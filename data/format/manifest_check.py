@@ -5,7 +5,7 @@ are checked, and file names must not point outside the set's folder.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,12 +29,10 @@ _SHARD_KEYS = {"file", "rows", "crc32"}
 _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
 
-def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError for the first invalid value; the message names its key, the value, and the
-    rule.
+def check_columns(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise DataError for the first invalid value of the columns; the message names its key, the
+    value, and the rule.
     """
-    from sbpflow.data.format.manifest import Manifest  # which imports this module
-
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -46,19 +44,23 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     check.columns(content)
     repeated = [name for name, number in Counter(names).items() if number > 1]
     check.need(not repeated, "dense and fields", repeated[:1], "a name that occurs only once")
+
+
+def check_files(file: Path, content: Mapping[str, Any], parts: Collection[str]) -> None:
+    """Do the same for everything else, given valid columns; every shard must have ``parts``."""
+    check = _Check(file)
     splits = content.get("splits")
     check.need(_has_keys(splits, set(SPLITS)), "splits", splits, "shards of train, val and test")
     files: list[str] = []
-    wanted = set(Manifest(file, content).part_types)
     for split in SPLITS:
         for i, shard in check.entries(cast("dict[str, Any]", splits), split, "splits."):
-            files += check.shard(f"splits.{split}[{i}]", shard, wanted)
+            files += check.shard(f"splits.{split}[{i}]", shard, set(parts))
     repeated = [name for name, number in Counter(files).items() if number > 1]
     check.need(not repeated, "splits", repeated[:1], "a file that occurs only once")
     if (bayes := content.get("bayes")) is not None:
         check.bayes(bayes)
     if (vocabulary := content.get("vocabulary")) is not None:
-        check.vocabulary(vocabulary, [entry["name"] for _, entry in fields])
+        check.vocabulary(vocabulary, [entry["name"] for entry in content["fields"]])
 
 
 class _Check:

@@ -40,6 +40,7 @@ from sbpflow.runtime.fields.ranges import (
     Betas,
     Count,
     Epsilon,
+    Float32,
     LearningRate,
     NonNegative,
     Range,
@@ -135,7 +136,7 @@ class TableChanges:
 
 
 L2 = Annotated[
-    NonNegative, Key("results", "L2 penalty: weight_decay * weight is added to the gradient.")
+    Float32, Key("results", "L2 penalty: weight_decay * weight is added to the gradient.")
 ]
 Momentum = Annotated[
     Beta, Key("results", "Fraction of the previous step that is added to the next step.")

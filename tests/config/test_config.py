@@ -176,6 +176,9 @@ MISTAKES = {
     "optimizer.dense.lr=.nan": ["optimizer.dense.lr: .nan", "finite number"],
     "optimizer.dense.lr=0": ["optimizer.dense.lr must be > 0 and <= 1e+30, got 0", "> 0"],
     "optimizer.dense.lr=1e300": ["optimizer.dense.lr must be > 0 and <= 1e+30, got '1e300'"],
+    "optimizer.dense.weight_decay=1e300": ["weight_decay must be >= 0 and <= 1e+30"],
+    "optimizer.sparse={name: adagrad, initial_accumulator: 1e300}": ["_accumulator must be >= 0"],
+    "optimizer.sparse={name: ftrl, l1: 1e300}": ["optimizer.sparse.l1 must be >= 0 and <= 1e+30"],
     "optimizer.dense.betas=[0.9]": ["optimizer.dense.betas: [0.9]", "betas: [0.9, 0.999]"],
     "optimizer.schedule={decay_start: 20, end_factor: 0.0}": [
         "optimizer.schedule.decay_start: 20",

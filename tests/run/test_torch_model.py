@@ -74,9 +74,11 @@ class Model:
             "apart": Apart,
             "in turn": InTurn,
             "autocast": Net,
+            "float16": Net,
             **WRONG,
         }
         options = {"mean loss": {"row_loss": mean_loss}, "autocast": {"autocast": torch.bfloat16}}
+        options["float16"] = {"autocast": torch.float16}
         return TorchModel(
             outputs=tuple(outputs), make=kinds[self.kind], **options.get(self.kind, {})
         )
@@ -343,6 +345,7 @@ def refusal(world: World, kind: str) -> str:
             "autocast",
             "autocast: torch.bfloat16 applies only to float32, got torch.float64; .*float32",
         ),
+        ("float16", "autocast: torch.float16 is not supported, .* use torch.bfloat16"),
         ("norm of images", "module 1: BatchNorm2d .* nn.BatchNorm1d.features. over"),
         ("norm of all batches", "module BatchNorm1d: BatchNorm1d has momentum=None"),
         (

@@ -7,7 +7,7 @@ import torch
 
 from sbpflow.embedding.rules.base import RowBlock, SparseOptimizer
 from sbpflow.runtime.fields.keys import Key
-from sbpflow.runtime.fields.ranges import Accumulator, NonNegative
+from sbpflow.runtime.fields.ranges import Accumulator, Float32, NonNegative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Ftrl(SparseOptimizer):
         NonNegative,
         Key("results", "Constant added to the square root of the sum of squared gradients."),
     ] = 1.0
-    l1: Annotated[NonNegative, Key("results", "L1 penalty, which sets small weights to 0.")] = 0.0
+    l1: Annotated[Float32, Key("results", "L1 penalty, which sets small weights to 0.")] = 0.0
     l2: Annotated[NonNegative, Key("results", "L2 penalty, which shrinks weights.")] = 0.0
     initial_accumulator: Accumulator = 0.0
 

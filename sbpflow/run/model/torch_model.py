@@ -60,8 +60,8 @@ class TorchModel:
     ``forward`` returns logits [rows] or [rows, 1], each computed from its own row only.
     ``row_loss(logits, labels)`` takes two tensors [rows] and returns the loss of each row, which
     the trainer averages over the whole batch. The module may be compiled (``torch.compile``); with
-    ``autocast``, it runs under ``torch.autocast`` in that dtype. A ``BatchNorm1d`` is computed over
-    the rows of all ranks.
+    ``autocast=torch.bfloat16``, it runs under ``torch.autocast``. A ``BatchNorm1d`` is computed
+    over the rows of all ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -109,9 +109,14 @@ class TorchModel:
     ) -> "TorchPart | ShapesOnly":
         """Build the module on this rank's device, with floating-point tensors in ``dtype``; in a
         dry run, build only the shapes. Raises SbpError if the initial values differ between ranks,
-        if ``make`` returns the same module twice, or if ``autocast`` does not allow ``dtype``.
+        if ``make`` returns the same module twice, or if ``autocast`` is not supported.
         """
         device = boxing.world.device
+        if self.autocast not in (None, torch.bfloat16):
+            raise SbpError(
+                f"autocast: {self.autocast} is not supported, because the loss is not scaled, so "
+                "the gradients of large batches would become 0; use torch.bfloat16"
+            )
         if self.autocast is not None and dtype != torch.float32:
             raise SbpError(
                 f"autocast: {self.autocast} applies only to float32, got {dtype}; use "

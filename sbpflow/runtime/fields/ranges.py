@@ -42,15 +42,14 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Count = Annotated[int, Range(low=1)]
 # torch raises an error for numbers that float32 cannot represent.
 LearningRate = Annotated[float, Range(above=0, high=1e30), Key("results", "Learning rate.")]
+Float32 = Annotated[float, Range(low=0, high=1e30)]
 Epsilon = Annotated[
     Rate, Key("results", "Constant added to the denominator of an update to avoid division by 0.")
 ]
 Betas = Annotated[
     tuple[Beta, Beta], Key("results", "Decay rates of the averages of gradients and their squares.")
 ]
-Accumulator = Annotated[
-    NonNegative, Key("results", "Initial value of the sums of squared gradients.")
-]
+Accumulator = Annotated[Float32, Key("results", "Initial value of the sums of squared gradients.")]
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
