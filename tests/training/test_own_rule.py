@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -336,13 +337,14 @@ def test_kernels_without_a_function_for_a_built_in_rule_are_not_chosen(monkeypat
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Tripled(Sgd):
         name: str = "tripled"
+        built_into: ClassVar = ("numba",)
 
     monkeypatch.setitem(RULES, "tripled", Tripled)
-    for device in ("cpu", "cuda"):
+    for device, chosen in (("cpu", "numba"), ("cuda", "torch")):
         faults = kernel_faults(facts(device, optimizer=Tripled()), {})
-        for kernel in ("numba", "fbgemm", "triton"):
+        for kernel in ("fbgemm", "triton"):
             assert faults[kernel] == f"kernel {kernel} does not support tripled"
-        assert choose_kernel("auto", facts(device, optimizer=Tripled()), {}).name == "torch"
+        assert choose_kernel("auto", facts(device, optimizer=Tripled()), {}).name == chosen
 
 
 def test_a_class_derived_from_a_built_in_rule_does_not_inherit_its_functions():

@@ -19,6 +19,7 @@ class Adagrad(SparseOptimizer):
     weight_decay: RowDecay = 0.0
 
     state: ClassVar = {"sum": "element"}
+    built_into: ClassVar = ("numba", "fbgemm", "triton")
 
     def initial_state(self, name: str) -> float:
         return self.initial_accumulator

@@ -107,9 +107,11 @@ class SparseOptimizer(ABC):
     # ``state`` maps the name of each state to its shape: one value per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". A built-in optimizer without this mapping is supported by each
-    # kernel whose module of rules has a function with the name of the optimizer.
+    # "package.module:function".
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
+    # The kernels that support a built-in optimizer without this mapping: their modules of rules
+    # have a function with the optimizer's name.
+    built_into: ClassVar[tuple[CompiledKernel, ...]] = ("numba", "triton")
     # ``one_rate`` is the reason why the learning rate must stay constant during a run; ``None`` if
     # the learning rate may change.
     one_rate: ClassVar[str | None] = None

@@ -1,14 +1,11 @@
 """Finds built-in sparse optimizers, and users' own classes whose modules have been imported."""
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import cache
 from importlib import import_module
 from inspect import isabstract
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeGuard
 
@@ -120,18 +117,8 @@ def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | N
     for name, kind in RULES.items():
         if kind is type(optimizer) and not kind.kernels:
             path = f"sbpflow.embedding.storage.{kernel}_rules:{name}"
-            return path if name in _functions(kernel) else None
+            return path if kernel in kind.built_into else None
     return optimizer.kernels.get(kernel)
-
-
-@cache
-def _functions(kernel: CompiledKernel) -> frozenset[str]:
-    """Return the names of the functions in a kernel's module of rules. They are read from its
-    source, because importing the module would load a compiler, which may not be installed.
-    """
-    file = Path(__file__).parents[1] / "storage" / f"{kernel}_rules.py"
-    source = file.read_text("utf-8") if file.is_file() else ""
-    return frozenset(re.findall(r"^def (\w+)", source, re.MULTILINE))
 
 
 def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ class RowwiseAdagrad(SparseOptimizer):
     ] = "logical"
 
     state: ClassVar = {"sum": "row"}
+    built_into: ClassVar = ("numba", "fbgemm", "triton")
 
     @property
     def shares_row_state(self) -> bool:

@@ -1,7 +1,7 @@
 """Defines stochastic gradient descent, which needs no state."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sbpflow.embedding.rules.base import RowBlock, RowDecay, SparseOptimizer
 
@@ -12,6 +12,8 @@ class Sgd(SparseOptimizer):
 
     name: Literal["sgd"] = "sgd"
     weight_decay: RowDecay = 0.0
+
+    built_into: ClassVar = ("numba", "fbgemm", "triton")
 
     def step(self, block: RowBlock) -> None:
         block.subtract(block.grads)
