@@ -93,39 +93,6 @@ def test_memory_of_messages_is_reused(sharing):
     assert max(again) < 2 * max(first)
 
 
-def send_in_place(world: World) -> int:
-    """Send parts of tensors in the arena to all ranks; return the memory that this took."""
-    link = world.link(range(world.size), "in place")
-    arena = world._shared.arenas[world.rank]  # pyright: ignore
-    before = arena.end
-    others = [rank for rank in range(world.size) if rank != world.rank]
-    for step in range(50):
-        rows = link.shared.empty((1001, 8), torch.float32)
-        rows.copy_(torch.arange(8008).view(1001, 8) + 10_000 * world.rank + step)
-        parts = dict(zip(others, rows[1:].chunk(len(others)), strict=True))
-        count = 1000 if step % 10 else 0  # empty messages, too
-        sends = {rank: part[:count] for rank, part in parts.items()}
-        receives = {rank: torch.empty(sends[rank].shape) for rank in others}
-        messages = pairs.pass_messages(sends, receives, link)
-        assert all(arena.address <= part.data_ptr() for part in sends.values() if count)
-        del rows, parts, sends  # the messages keep the memory
-        other = link.shared.empty((1001, 8), torch.float32).fill_(-1)
-        messages.wait()
-        for rank, received in receives.items():
-            place = [r for r in range(world.size) if r != rank].index(world.rank)
-            part = torch.arange(8008.0).view(1001, 8)[1:].chunk(len(others))[place]
-            assert torch.equal(received, (part + 10_000 * rank + step)[:count])
-        assert bool((other == -1).all())
-        world.barrier()
-    return arena.end - before
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_in_the_arena_are_sent_without_a_copy(sharing, size):
-    for end in sharing(size, send_in_place):
-        assert end < 6 * 1001 * 8 * 4
-
-
 def send_much(world: World) -> bool:
     """Both ranks send 200 MB before either receives."""
     link = world.link([0, 1], "much")

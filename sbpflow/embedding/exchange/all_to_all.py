@@ -28,22 +28,6 @@ class RowTransfer:
         self._channel = channel
         self._links: dict[tuple[tuple[int, ...], ...], Link] = {}
 
-    def buffer(self, step: ExchangeStep, dtype: torch.dtype, *shape: int) -> Tensor | None:
-        """Return memory for a tensor that ``start`` sends to ranks of this host without a copy.
-
-        Do not change the tensor after ``start``, because its receivers read it later. Return
-        ``None`` if this rank does not share memory, or the step sends another dtype.
-        """
-        shared = self._link(step).shared
-        return shared.empty(shape, dtype) if shared is not None and dtype == step.dtype else None
-
-    def cast(self, step: ExchangeStep, rows: Tensor) -> Tensor:
-        """Convert rows to the dtype that the step sends, in such memory if they change."""
-        if rows.dtype == step.dtype:
-            return rows
-        buffer = self.buffer(step, step.dtype, *rows.shape)
-        return rows.to(step.dtype) if buffer is None else buffer.copy_(rows)
-
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
         """Start sending ``counts[r]`` to each rank r of the group; ``counts`` is int64 [ranks].
 

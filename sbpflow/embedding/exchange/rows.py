@@ -165,17 +165,6 @@ class RowGroup(Group[RowsInFlight]):
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: the plan has no transfer for {purpose}")
 
-    def read(self, batch: RowsInFlight) -> Tensor:
-        """Look up the rows that ranks requested, in the comm dtype, and in memory that is sent
-        without a copy if there is such memory.
-        """
-        step, lookup = self.step(batch, "vectors"), batch.lookups[0]
-        width = self._store.kernel.weights.shape[1]
-        lookup.out = self._vectors.buffer(step, self.plan.dtype, lookup.num_bags, width)
-        rows = batch.lookup(self._store, lookup, self._stack.optimizer.lr)
-        lookup.out = None
-        return self._vectors.cast(step, rows)
-
     def take(self, batch: RowsInFlight, purpose: Purpose, count: int) -> Tensor:
         """Return the ``count`` rows of the pending transfer for ``purpose``."""
         return received(self.step(batch, purpose), batch.take_pending(), count)
@@ -211,29 +200,20 @@ class RowGroup(Group[RowsInFlight]):
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """Return the result of ``row_sums`` in the comm dtype and, like that of ``read``, in memory
-        that is sent without a copy.
-        """
-        step = self.step(batch, "gradients")
-        return self._gradients.cast(step, self.row_sums(batch, grad, step))
+        """Return the result of ``row_sums``, cast to the comm dtype."""
+        return self.row_sums(batch, grad).to(self.plan.grad_comm_dtype)
 
-    def row_sums(
-        self, batch: RowsInFlight, grad: Tensor, step: ExchangeStep | None = None
-    ) -> Tensor:
+    def row_sums(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
         """Return the gradient of each unique row, summed over this rank's samples: [unique rows,
         dim].
 
-        With fixed-size buffers, the result is [positions, dim]. If possible, it is in memory that
-        ``step`` sends without a copy.
+        With fixed-size buffers, the result is [positions, dim].
         """
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
         grad = grad.reshape(-1, self._stack.dim)
         if batch.slots is None:
-            out, count = None, batch.wanted.num_unique
-            if step is not None and count is not None:
-                out = self._gradients.buffer(step, self.plan.dtype, count, self._stack.dim)
-            _, sums = batch.wanted.row_gradients(grad, out)
+            _, sums = batch.wanted.row_gradients(grad)
             return sums
         return batch.slots.spread(batch.wanted, grad)
 
@@ -315,10 +295,11 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
     def lookup(self, batch: RowsInFlight) -> None:
-        rows = self.read(batch)
+        rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
         wanted, held = self._sizes(batch)
         step = self.step(batch, "vectors")
-        batch.pending = self._vectors.start(step, rows.reshape(-1), held, wanted)
+        flat = rows.to(self.plan.comm_dtype).reshape(-1)
+        batch.pending = self._vectors.start(step, flat, held, wanted)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         wanted, _ = self._sizes(batch)
@@ -332,13 +313,12 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         wanted, held = self._sizes(batch)
-        step, sums = self.step(batch, "gradients"), self.row_sums(batch, grad)
-        flat = self._gradients.buffer(step, step.dtype, sums.numel())
-        if flat is None:
-            flat = sums.new_empty(sums.numel(), dtype=step.dtype)
+        sums = self.row_gradients(batch, grad)
+        flat = sums.new_empty(sums.numel())
         for columns, part in zip(self._columns, flat.split(wanted), strict=True):
             block = sums[:, columns]
             part.view(block.shape).copy_(block)
+        step = self.step(batch, "gradients")
         batch.pending = self._gradients.start(step, flat, wanted, held)
 
     def receive_grads(self, batch: RowsInFlight) -> None:

@@ -70,7 +70,8 @@ class TwoLevelGroup(RowGroup):
 
     def lookup(self, batch: RowsInFlight) -> None:
         merged = _merged(batch)
-        rows, step = self.read(batch), self.step(batch, "vectors")
+        rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
+        rows, step = rows.to(self.plan.comm_dtype), self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows, merged.incoming, merged.requested)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
@@ -83,7 +84,7 @@ class TwoLevelGroup(RowGroup):
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
         merged, step = _merged(batch), self.step(batch, "gradients", HOST)
-        sums = self.row_sums(batch, grad, step)
+        sums = self.row_sums(batch, grad)
         pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
         _, sums = merged.lookup.row_gradients(received(step, pending, sum(batch.incoming)))
         # Round only once, after the gradients of all ranks on the host have been summed.

@@ -103,7 +103,8 @@ class UniqueGroup(RowGroup):
                 "settle first"
             )
         if early is None:
-            rows = self.read(batch)
+            rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
+            rows = rows.to(self.plan.comm_dtype)
             batch.pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
             return
         owned, wanted = early.owned, early.wanted

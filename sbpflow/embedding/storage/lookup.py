@@ -30,8 +30,6 @@ class Lookup:
         # [n] from ``RowStore.admit``; ``None`` if each row's slot number is its row number.
         self.placed: Tensor | None = None
         self.graph: Tensor | None = None  # output of TBE, whose backward is the fused update
-        # Memory for the vectors of the next ``pool``; kernels may ignore it.
-        self.out: Tensor | None = None
         self.num_unique: int | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._runs: SortedSegments | None = None
@@ -113,9 +111,9 @@ class Lookup:
         _, order, _, run = self._dedup()
         return torch.empty_like(order).scatter_(0, order, run)
 
-    def row_gradients(self, grads: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Return the unique rows and, for each row, the sum of its bags' ``grads`` ([unique,
-        width]), added in order. ``out`` is memory for the sums, which may be ignored.
+        width]), added in order.
         """
         rows, order, starts, _ = self._dedup()
         if rows.numel() == 0:

@@ -45,33 +45,21 @@ _POOLED_IDS, _BAG_IDS, _POOLED_ROWS = 1 << 19, 8, 1 << 17
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
-def take(block: Tensor, at: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``block[at]`` [n, width], using torch or the compiled loop, whichever is faster. The
-    loop writes to ``out`` if it has the right size.
-    """
+def take(block: Tensor, at: Tensor) -> Tensor:
+    """Return ``block[at]`` [n, width], using torch or the compiled loop, whichever is faster."""
     if (
         block.is_contiguous()
         and block.dtype in _EMPTY
         and _loop_is_faster(block.shape[1], block.dtype, at.dtype)
     ):
-        return _take_in_loop(block, at, out)
+        return _take_in_loop(block, at)
     return block.index_select(0, at)
 
 
-def _take_in_loop(block: Tensor, at: Tensor, out: Tensor | None = None) -> Tensor:
-    out = _made(out, block, at.numel())
+def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
+    out = block.new_empty(at.numel(), block.shape[1])
     compiled.take_rows(block.numpy(), at.contiguous().numpy(), out.numpy())
     return out
-
-
-def _made(out: Tensor | None, like: Tensor, rows: int) -> Tensor:
-    """Return ``out`` if it has as many rows, and the width and dtype of ``like``; otherwise, a new
-    tensor.
-    """
-    shape = (rows, like.shape[1])
-    if out is not None and out.shape == shape and out.dtype == like.dtype:
-        return out
-    return like.new_empty(shape)
 
 
 @cache
@@ -154,9 +142,7 @@ class Indexer:
     def wrap(self, lookup: Lookup) -> "CompiledLookup":
         """Return an equal lookup that deduplicates with this indexer."""
         uses = (lookup.addresses, lookup.offsets, lookup.weights)
-        wrapped = CompiledLookup(*uses, indexer=self).place(lookup.placed)
-        wrapped.out, lookup.out = lookup.out, None
-        return wrapped
+        return CompiledLookup(*uses, indexer=self).place(lookup.placed)
 
 
 class CompiledLookup(Lookup):
@@ -190,12 +176,12 @@ class CompiledLookup(Lookup):
     def inverse(self) -> Tensor:
         return self._index()[1]
 
-    def row_gradients(self, grads: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         array = grads.contiguous().numpy()
         if (merged := self._merge(array)) is not None:
             return merged
         rows, inverse = self._index()
-        sums = _made(out, grads, rows.numel())
+        sums = grads.new_empty(rows.numel(), grads.shape[1])
         if self.offsets is None and self.weights is None:
             compiled.sum_rows(array, inverse.numpy(), sums.numpy())
         else:
@@ -221,8 +207,7 @@ class CompiledLookup(Lookup):
         return self._merged, torch.from_numpy(sums[:count])
 
     def take(self, rows: Tensor, at: Tensor) -> Tensor:
-        out, self.out = self.out, None
-        return take(rows, at, out)
+        return take(rows, at)
 
     def pool(self, rows: Tensor, positions: Tensor | None = None) -> Tensor:
         at = self.slots if positions is None else positions

@@ -15,7 +15,6 @@ and their data uses the link between the namespaces, whose rate may be limited.
 import contextlib
 import errno
 import logging
-import math
 import mmap
 import os
 import platform
@@ -130,25 +129,14 @@ class SharedChannel:
 
     def send(self, peer: int, message: Tensor) -> None:
         """Send a contiguous CPU tensor; the tensor may be changed as soon as this method
-        returns, unless it is from ``empty``."""
-        raw, sending = bytes_of(message.resolve_conj().resolve_neg()), self._sending[peer]
-        if sending.holds(raw):
-            sending.send_in_place(raw, self._shared)
-        else:
-            self.write(peer, raw.numel(), lambda memory: memory.copy_(raw))
+        returns."""
+        raw = bytes_of(message.resolve_conj().resolve_neg())
+        self.write(peer, raw.numel(), lambda memory: memory.copy_(raw))
 
     def receive(self, peer: int, target: Tensor) -> Arriving:
         """Receive a message into a contiguous CPU tensor of the same size."""
         raw = bytes_of(target)
         return self.read(peer, raw.numel(), raw.copy_)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with undefined values that ``send`` does not copy. It must not change
-        after it was sent.
-        """
-        own = self._shared.arenas[self._shared.rank]
-        block = torch.from_numpy(own.empty(math.prod(shape) * dtype.itemsize))
-        return block.view(dtype).view(*shape)
 
     def write(self, peer: int, count: int, copy: Copy) -> None:
         """Send a message of ``count`` bytes, which ``copy`` writes into its memory."""

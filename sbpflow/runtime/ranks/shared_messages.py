@@ -48,12 +48,8 @@ class Arena:
     connection: int = -1  # File descriptor of the socket to the peer that owns the arena.
     free: dict[int, list[int]] = field(default_factory=dict)  # Offsets by size.
     end: int = 0
-    bytes: np.ndarray = field(init=False)  # the same memory
-    address: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bytes = self.memory.numpy()
-        self.address = self.memory.data_ptr()
         self.end = MAX_CHANNELS * self.size * _RING_BYTES
 
     def ring(self, channel: int, receiver: int) -> Ring:
@@ -79,28 +75,9 @@ class Arena:
         self.end += size
         return self.end - size, size
 
-    def empty(self, count: int) -> "Block":
-        """Return a new array of ``count`` uint8, with undefined values."""
-        offset, size = self.take(count)
-        block = Block((count,), np.uint8, self.bytes, offset)
-        block.arena, block.offset, block.size_in_arena = self, offset, size
-        return block
-
     def give_back(self, offset: int, size: int) -> None:
         """Free a block that ``take`` returned."""
         self.free.setdefault(size, []).append(offset)
-
-
-class Block(np.ndarray):
-    """Bytes in an arena, whose memory can be used again when the array is deleted."""
-
-    arena: Arena | None = None  # remains ``None`` in views of a block
-    offset: int
-    size_in_arena: int
-
-    def __del__(self) -> None:
-        if self.arena is not None:
-            self.arena.give_back(self.offset, self.size_in_arena)
 
 
 class Sending:
@@ -109,52 +86,31 @@ class Sending:
     def __init__(self, arena: Arena, ring: Ring) -> None:
         self._arena, self._ring = arena, ring
         self._number = 0
-        # Messages that are not copied yet, oldest first: (offset, size) of a block in the arena, or
-        # a tensor from ``Arena.empty``.
-        self._in_flight: deque[tuple[int, int] | Tensor] = deque()
+        # (offset, size) of messages, oldest first
+        self._in_flight: deque[tuple[int, int]] = deque()
 
     def send(self, count: int, copy: Copy, shared: "SharedMemory") -> None:
         """Copy a message of ``count`` bytes into the arena and notify the receiver."""
-        self._reclaim()
+        entries = self._ring.entries
+        while self._in_flight:
+            oldest = self._number - len(self._in_flight)
+            if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
+                break
+            offset, size = self._in_flight.popleft()
+            self._arena.give_back(offset, size)
+        if len(self._in_flight) == IN_FLIGHT:
+            raise SbpError(
+                f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first, "
+                "or, if the tables have many groups, set parallel.shared_memory: false"
+            )
         offset, size = self._arena.take(count)
         try:
             copy(self._arena.memory[offset : offset + count])
         except BaseException:
             self._arena.give_back(offset, size)
             raise
-        self._publish(offset, count, (offset, size), shared)
-
-    def send_in_place(self, message: Tensor, shared: "SharedMemory") -> None:
-        """Notify the receiver of a message, a flat uint8 tensor, that is in the arena."""
-        self._reclaim()
-        offset = message.data_ptr() - self._arena.address
-        self._publish(offset, message.numel(), message, shared)
-
-    def holds(self, message: Tensor) -> bool:
-        """Return whether a message is in the arena."""
-        return 0 <= message.data_ptr() - self._arena.address < self._arena.memory.numel()
-
-    def _reclaim(self) -> None:
-        """Release the messages that the receiver has copied."""
-        entries = self._ring.entries
-        while self._in_flight:
-            oldest = self._number - len(self._in_flight)
-            if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
-                break
-            copied = self._in_flight.popleft()
-            if isinstance(copied, tuple):
-                self._arena.give_back(*copied)
-        if len(self._in_flight) == IN_FLIGHT:
-            raise SbpError(
-                f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first, "
-                "or, if the tables have many groups, set parallel.shared_memory: false"
-            )
-
-    def _publish(
-        self, offset: int, count: int, memory: tuple[int, int] | Tensor, shared: "SharedMemory"
-    ) -> None:
-        self._in_flight.append(memory)
-        self._ring.entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
+        self._in_flight.append((offset, size))
+        entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
         self._number += 1
         shared.loops.publish(self._ring.sent, self._ring.waiting, self._number)
 
