@@ -147,9 +147,10 @@ class AllReduce:
     one_round: bool
 
     def wait(self) -> None:
-        """Compute this rank's piece, send it to the other ranks, and receive their pieces.
+        """Compute this rank's piece. Unless ``one_round``, send it to the other ranks, and receive
+        their pieces.
 
-        This sends messages, so all ranks must make this call at the same place in their order of
+        This may send messages, so all ranks must make this call at the same place in their order of
         calls on the link.
         """
         self.messages.wait()

@@ -58,6 +58,24 @@ def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, way
         torch.testing.assert_close(value.double(), want, rtol=0, atol=2e-6 * scale)
 
 
+@pytest.mark.parametrize(
+    ("inputs_and_outputs", "ways"),
+    [
+        ((64, 13), ()),
+        ((64, 64), ()),
+        ((13, 64), ("oneDNN", "oneDNN without copies")),  # has a faster gradient of the weight
+    ],
+    ids=str,
+)
+def test_small_products_use_torchs_own_layer(inputs_and_outputs, ways, monkeypatch):
+    width, outputs = inputs_and_outputs
+    for way in WAYS:
+        use(monkeypatch, way)
+        x, weight, offset = inputs(30, [width], outputs)
+        out = products.linear(x, weight.requires_grad_(), offset)
+        assert (out.grad_fn.name() == "_LinearBackward") == (way in ways)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("widths", [[413], [13, 400]], ids=str)
 def test_gradients_are_computed_only_where_they_are_wanted(widths, way, monkeypatch):

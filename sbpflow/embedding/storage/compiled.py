@@ -266,8 +266,8 @@ def _prefetch_later(rows: Array, at: Array, first: int, end: int) -> None:
 
 
 @compiled
-def sum_of_squares(grads: Array, row: int) -> float:
-    """Return the sum of squares of a row, adding columns in order."""
+def squared_norm(grads: Array, row: int) -> float:
+    """Return the sum of the squares of a row, adding columns in order."""
     total = grads.dtype.type(0)
     for k in range(grads.shape[1]):
         total = fma(grads[row, k], grads[row, k], total)
@@ -278,7 +278,7 @@ def sum_of_squares(grads: Array, row: int) -> float:
 def add_squares(grads: Array, squares: Array) -> None:
     """For each row of ``grads``, write the sum of squares to ``squares`` [n]."""
     for j in range(grads.shape[0]):
-        squares[j] = sum_of_squares(grads, j)
+        squares[j] = squared_norm(grads, j)
 
 
 @compiled

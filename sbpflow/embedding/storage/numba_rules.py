@@ -17,7 +17,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
-from sbpflow.embedding.storage.compiled import fma, sum_of_squares
+from sbpflow.embedding.storage.compiled import fma, squared_norm
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch
 from sbpflow.runtime.compute.row_vectors import add_scaled_row
 
@@ -96,7 +96,7 @@ def _step_rowwise_adagrad(
         if j + DISTANCE < at.size:
             prefetch(weights, at[j + DISTANCE])
             prefetch(total, rows[j + DISTANCE])
-        square = squares[j] if squares.size else sum_of_squares(grads, j) * share
+        square = squares[j] if squares.size else squared_norm(grads, j) * share
         state = total[rows[j]] + square
         total[rows[j]] = state
         scale = (one / (np.sqrt(state) + eps)) * -lr

@@ -193,9 +193,7 @@ class CompiledLookup(Lookup):
         """Like ``row_gradients``, if the addresses are two ascending lists, such as the requests of
         two ranks, that are not deduplicated yet; otherwise, return ``None``.
         """
-        if self._indexed or self.offsets is not None or self.weights is not None:
-            return None
-        if self.placed is not None:
+        if any(x is not None for x in (self._indexed, self.placed, self.offsets, self.weights)):
             return None
         addresses = self.addresses.contiguous().numpy()
         first = compiled.length_of_first_list(addresses)
@@ -379,9 +377,9 @@ def _warm_up_loops(rule: SparseOptimizer, dtype: torch.dtype, row_dtype: torch.d
         2, 4, dim=4, optimizer=rule, dtype=dtype, device=cpu, row_dtype=row_dtype, noise=noise
     )
     for address_dtype in (torch.int32, torch.int64):
-        addresses = torch.tensor([1, 0, 1], dtype=address_dtype)
-        lists = Lookup(addresses, torch.tensor([0, 1, 3]))
-        for lookup in (Lookup(addresses), Lookup(addresses.repeat(2)), lists):
+        addresses = torch.tensor([1, 0, 1], dtype=address_dtype)  # two ascending lists
+        bags = Lookup(addresses, torch.tensor([0, 1, 3]))
+        for lookup in (Lookup(addresses), Lookup(addresses.repeat(2)), bags):
             storage.lookup(lookup)
             storage.update(lookup, torch.zeros(lookup.num_bags, 4, dtype=dtype), 0.1, 1)
         compiled.index_by_hash(addresses.numpy(), addresses.clone().numpy(), np.zeros(3, np.int32))
