@@ -9,12 +9,10 @@ the peak of the memory that it has allocated and not freed. The process grows by
 peak, because it keeps freed memory; the record also contains this growth.
 """
 
-import argparse
 import ctypes
 import gc
 import json
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
@@ -163,20 +161,15 @@ def work(output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args.output)
         return
     results = Results("planner_memory", recorded=args.ranks == [2, 4])
     for ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "rows.json")
-            start_ranks("benchmarks.planner_memory", ranks, ["--output", str(output)], link=None)
-            rows = json.loads(output.read_text())
+        rows = result_of_ranks("benchmarks.planner_memory", ranks, link=None)
         for row in rows:
             results.add(benchmark="planner_memory", ranks=ranks, **row)
         ratios = [ratio for row in rows for ratio in row["predicted_over_peak"]]

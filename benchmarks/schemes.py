@@ -13,16 +13,14 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
 from benchmarks.stages import Shape, make_shape
 from sbpflow.boxing.executor import Boxing
@@ -137,13 +135,11 @@ def work(args: argparse.Namespace) -> None:
                 }
                 for one, ms, cpu in zip(plans, times, least.tolist(), strict=True)
             ]
-            Path(args.output).write_text(json.dumps(found))
+            args.output.write_text(json.dumps(found))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--link", choices=["1gbit"])
     parser.add_argument("--all", action="store_true", help="add mixtures")
@@ -155,13 +151,7 @@ def main() -> None:
         return
     for name in args.tasks:
         results = Results(f"schemes_{args.link or 'loopback'}", f"schemes {name}")
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "times.json"
-            words = ["--tasks", name, "--steps", str(args.steps), "--repeats", str(args.repeats)]
-            words += ["--output", str(output)] + (["--link", args.link] if args.link else [])
-            words += ["--all"] if args.all else []
-            start_ranks("benchmarks.schemes", 2, words, link=args.link)
-            record = json.loads(output.read_text())
+        record = result_of_ranks("benchmarks.schemes", 2, "--tasks", name, link=args.link)
         best = min(record, key=lambda one: one["ms"])
         results.add(
             task=name,

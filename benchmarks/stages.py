@@ -12,11 +12,9 @@ the step. An omitted stage returns zeros, so only the times of such a run are me
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine import many_tables
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
@@ -336,13 +334,11 @@ def work(args: argparse.Namespace) -> None:
                 if repeat:
                     times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps(times))
+            args.output.write_text(json.dumps(times))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--shape", default="dcnv2", choices=["dcnv2", "t180", "t510"])
     parser.add_argument("--link")
     parser.add_argument("--steps", type=int, default=8)
@@ -351,12 +347,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        words = ["--shape", args.shape, "--steps", str(args.steps), "--output", str(output)]
-        words += ["--repeats", str(args.repeats), *(["--link", args.link] if args.link else [])]
-        start_ranks("benchmarks.stages", 2, words, link=args.link)
-        times = json.loads(output.read_text())
+    times = result_of_ranks("benchmarks.stages", 2, link=args.link)
     results = Results(f"stages_{args.shape}_{args.link or 'loopback'}")
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, value in medians.items():

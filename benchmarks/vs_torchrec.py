@@ -17,17 +17,15 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.click_model import EARLY, HOTNESS, LATE, SHAPES, make_batches
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
 from sbpflow.runtime.ranks.world import World
@@ -102,7 +100,7 @@ def work(args: argparse.Namespace) -> None:
         if world.rank == 0:
             found = {"apart": apart, "times": times, "cpu": cpu}
             found |= {"predicted_ms": ours.predicted_ms, "tables": ours.layouts}
-            Path(args.output).write_text(json.dumps(found))
+            args.output.write_text(json.dumps(found))
 
 
 def _in_turns(
@@ -139,16 +137,7 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     """Start the ranks for one precision and report the results."""
     load = round(os.getloadavg()[0], 1)  # mean number of runnable processes in the last minute
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
-        words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
-        words += ["--output", str(output), "--model", args.model, "--shape", args.shape]
-        words += ["--compare", *args.compare]
-        words += ["--profile", args.profile] if args.profile else []
-        words += ["--ddp"] if args.ddp and wire == "float32" else []
-        start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
-        record = json.loads(output.read_text())
+    record = result_of_ranks("benchmarks.vs_torchrec", args.ranks, "--wire", wire, link=args.link)
     ranks, rows = args.ranks, SHAPES[args.shape].rows_per_rank
     medians = {name: statistics.median(values) for name, values in record["times"].items()}
     peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
@@ -210,9 +199,7 @@ def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link")
     parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
@@ -234,7 +221,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     if args.worker:
-        args.wire = args.wire[0]
+        (args.wire,) = args.wire
+        args.ddp = args.ddp and args.wire == "float32"
         work(args)
         return
     where = args.link or "loopback"
