@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from benchmarks.click_model import Shape as ClickShape
 from benchmarks.click_model import zipf_ids
 from benchmarks.network import start_ranks
+from benchmarks.proc import status_bytes
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
@@ -321,10 +322,10 @@ class _Grown:
             layout=Layout(Placement.line("cpu", 1), (Broadcast(),)), exchange="local"
         )
         features = [FeatureConfig(name=name) for name in names]
-        before = _resident()
+        before = status_bytes("VmRSS")
         layouts = {table.name: layout for table in tables}
         self.collection = collect(world, (tables, features), layouts, self._batch)
-        self.resident_bytes = _resident() - before
+        self.resident_bytes = status_bytes("VmRSS") - before
         self._batches = [_whole_table_ids(rows, self._batch, seed) for seed in range(8)]
         self.unique_rows = len(self._batches[0].unique())
         self._grad = torch.randn(self._batch, 26 * 17) * 1e-3
@@ -348,11 +349,6 @@ def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
     rank = ((1.0 - random * (1.0 - top)) ** (1.0 / exponent)).astype(np.int64) - 1
     ids = (np.minimum(rank, rows - 1) * 2_654_435_761 + 12345) % rows
     return torch.from_numpy(ids.astype(np.int32))
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def rows(results: Results, repeats: int) -> None:

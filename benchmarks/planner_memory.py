@@ -12,7 +12,6 @@ peak, because it keeps freed memory; the record also contains this growth.
 import ctypes
 import gc
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.network import ranks_parser, result_of_ranks
+from benchmarks.proc import reset_peak, status_bytes
 from benchmarks.record import Results
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
@@ -63,10 +63,10 @@ def growth_bytes(boxing: Boxing, sample: Sample, plan: Plan) -> int:
     """Return the peak of this process's memory while the plan runs, above the memory before."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier plans freed
-    Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak to the present size
-    before = _status_bytes("VmRSS")
+    reset_peak()
+    before = status_bytes("VmRSS")
     measure_in_turns(boxing, sample, [plan], rounds=1)
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 class _MallocInfo(ctypes.Structure):
@@ -109,14 +109,6 @@ def allocated_bytes(run: Callable[[], object]) -> int:
         ended.set()
         watching.join()
     return peak[0] - before
-
-
-def _status_bytes(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"{name}:\s+(\d+)", text)
-    if match is None:
-        raise SystemExit(f"/proc/self/status has no {name}")
-    return 1024 * int(match[1])
 
 
 def measured(world: World, boxing: Boxing, name: str) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.proc import cpu_s
+
 ROOT = Path(__file__).parents[1]
 START_S = 60.0
 END_S = 20.0
@@ -35,11 +37,7 @@ class RunningServers(NamedTuple):
 
     def cpu_s(self) -> float:
         """Return the CPU time of all servers."""
-        ticks = 0
-        for pid in self.pids:
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(stat[11]) + int(stat[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(map(cpu_s, self.pids))
 
 
 class ServerProcesses:
