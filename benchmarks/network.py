@@ -72,7 +72,7 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
             _run(*inside, *_CUBIC)
         yield [["ip", "netns", "exec", host] for host in HOSTS]
     finally:
-        _take_down()
+        _delete(HOSTS)
 
 
 @contextmanager
@@ -105,8 +105,7 @@ def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list
                 _run(*place, *_shape_of(device, rate))
         yield [["ip", "netns", "exec", name] for name in names], addresses
     finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        _delete((*names, switch))
 
 
 def ranks_parser(doc: str) -> argparse.ArgumentParser:
@@ -169,7 +168,7 @@ def _run_ranks(
     each = world_size // len(prefixes)
     shared = os.environ | {
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(each),
         "OMP_NUM_THREADS": "1",
@@ -186,15 +185,16 @@ def _run_ranks(
     return next((code for code in [process.wait() for process in ranks] if code), 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that no process uses."""
     with socket.socket() as sock:
         sock.bind(("", 0))
         return int(sock.getsockname()[1])
 
 
-def _take_down() -> None:
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "delete", host], capture_output=True, check=False)
+def _delete(namespaces: Sequence[str]) -> None:
+    for name in namespaces:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def _run(*words: str) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.network import free_port
 from benchmarks.proc import cpu_s
 
 ROOT = Path(__file__).parents[1]
@@ -61,12 +61,9 @@ class ServerProcesses:
     @classmethod
     def on_loopback(cls, folder: Path, count: int) -> "ServerProcesses":
         """Start servers on free ports."""
-        ports: list[int] = []
+        ports: set[int] = set()
         while len(ports) < count:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                ports.append(free.getsockname()[1])
-            ports = list(dict.fromkeys(ports))
+            ports.add(free_port())
         return cls(folder, [f"127.0.0.1:{port}" for port in ports], [[]] * count)
 
     def rule(self, cache: str, used: Sequence[int] | None = None) -> str:
