@@ -12,8 +12,8 @@ the step. An omitted stage returns zeros, so only the times of such a run are me
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 from unittest import mock
@@ -26,6 +26,7 @@ from benchmarks.click_model import MLPERF_HOTNESS
 from benchmarks.engine import Shape, many_tables, plan_tables, tables_of
 from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
+from benchmarks.vs_torchrec import in_turns
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.config.table_layouts import resolve_table_layouts
@@ -214,8 +215,10 @@ class Loop:
         self.batches = [make_rows(shape, world, number) for number in range(4)]
         self._place = 0
 
-    def run(self, steps: int) -> list[float]:
-        self.model.left_out = self.skip == "dense"
+    def run(self, steps: int, skip: str = "") -> list[float]:
+        """Train without the stage ``skip``; return the losses."""
+        self.skip = skip
+        self.model.left_out = skip == "dense"
         batches = [self.batches[(self._place + step) % 4] for step in range(steps)]
         self._place += steps
         return [float(loss) for loss in list(self.trainer.train_on(batches))]
@@ -300,18 +303,9 @@ def work(args: argparse.Namespace) -> None:
             torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)
-        jobs = [(name, loop, "") for name, loop in loops.items()]
-        jobs += [(f"without {skip}", last, skip) for skip in SKIPS]
-        times: dict[str, list[float]] = {name: [] for name, _, _ in jobs}
-        for repeat in range(args.repeats + 1):
-            for name, loop, skip in jobs:
-                loop.skip = skip
-                world.barrier()
-                start = time.perf_counter()
-                loop.run(args.steps)
-                world.barrier()
-                if repeat:
-                    times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
+        jobs = {name: loop.run for name, loop in loops.items()}
+        jobs |= {f"without {skip}": partial(last.run, skip=skip) for skip in SKIPS}
+        times, _ = in_turns(world, jobs, args.steps, args.repeats)
         if world.rank == 0:
             args.output.write_text(json.dumps(times))
 

@@ -76,13 +76,11 @@ def work(args: argparse.Namespace) -> None:
             alone = OneProcess(shape, world.size, seed=SEED, bound=INITIAL_RANGE)
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
-        apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))
-        if apart > LOSS_TOLERANCE[args.wire]:
-            raise SystemExit(f"losses differ by {apart}: TorchRec {mean}, sbpflow {mine}")
+        apart = _apart("TorchRec", mean, mine, args.wire)
         if ddp is not None:
-            _check_losses(_mean_over_ranks(ddp.plain(LOSS_STEPS)), mine, args.wire)
+            _apart("plain torch", _mean_over_ranks(ddp.plain(LOSS_STEPS)), mine, args.wire)
         if alone is not None:
-            _check_losses(alone.plain(LOSS_STEPS), mine, args.wire)
+            _apart("plain torch", alone.plain(LOSS_STEPS), mine, args.wire)
         loops: dict[str, Callable[[int], object]] = {
             "torchrec plain": peer.plain,
             "torchrec pipelined": peer.pipelined,
@@ -96,14 +94,14 @@ def work(args: argparse.Namespace) -> None:
         if args.model != "wdl":
             loops["torchrec, dense part alone"] = peer.dense_alone
             loops["sbpflow, dense part alone"] = ours.dense_alone
-        times, cpu = _in_turns(world, loops, args.steps, args.repeats)
+        times, cpu = in_turns(world, loops, args.steps, args.repeats)
         if world.rank == 0:
             found = {"apart": apart, "times": times, "cpu": cpu}
             found |= {"predicted_ms": ours.predicted_ms, "tables": ours.layouts}
             args.output.write_text(json.dumps(found))
 
 
-def _in_turns(
+def in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return wall-clock ms and this process's CPU ms per step: for each loop, one value per repeat
@@ -122,10 +120,12 @@ def _in_turns(
     return times, cpu
 
 
-def _check_losses(plain: list[float], mine: list[float], wire: str) -> None:
-    """Raise SystemExit if the losses of plain torch and of sbpflow differ."""
-    if max(abs(a - b) for a, b in zip(plain, mine, strict=True)) > LOSS_TOLERANCE[wire]:
-        raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
+def _apart(system: str, losses: list[float], ours: list[float], wire: str) -> float:
+    """Return the largest difference of the losses; raise SystemExit if it is too large."""
+    apart = max(abs(a - b) for a, b in zip(losses, ours, strict=True))
+    if apart > LOSS_TOLERANCE[wire]:
+        raise SystemExit(f"losses differ by {apart}: {system} {losses}, sbpflow {ours}")
+    return apart
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
@@ -142,10 +142,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     medians = {name: statistics.median(values) for name, values in record["times"].items()}
     peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
     faster = min(peers, key=peers.__getitem__)
-    pairs = sorted(
-        theirs / mine
-        for theirs, mine in zip(record["times"][faster], record["times"]["sbpflow"], strict=True)
-    )
+    times_faster, *spread = _times_faster(record["times"][faster], record["times"]["sbpflow"])
     for name, value in medians.items():
         results.add(
             benchmark="vs_torchrec",
@@ -174,8 +171,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         layout=args.layout,
         kernel=args.kernel,
         against=faster,
-        times_faster=round(statistics.median(pairs), 2),
-        spread=[round(pairs[0], 2), round(pairs[-1], 2)],
+        times_faster=round(times_faster, 2),
+        spread=[round(ratio, 2) for ratio in spread],
         # How much faster lookups, transfers, and updates are: the dense part's time is subtracted.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
@@ -184,8 +181,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         tables=record["tables"],
         predicted_ms=record["predicted_ms"],
         beside={
-            name: _times_faster(record["times"][name], record["times"]["sbpflow"])
-            for name in record["times"]
+            name: [round(ratio, 3) for ratio in _times_faster(times, record["times"]["sbpflow"])]
+            for name, times in record["times"].items()
             if name.startswith(("sbpflow, ", "plain torch")) and not name.endswith("alone")
         },
         load=load,
@@ -195,7 +192,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
 def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
     """Return the median, the minimum, and the maximum ratio of paired runs."""
     pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
-    return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
+    return [statistics.median(pairs), pairs[0], pairs[-1]]
 
 
 def main() -> None:
