@@ -37,6 +37,7 @@ from sbpflow.data.read.loader import open_loader
 from sbpflow.embedding.cache.slot_planner import SlotPlanner
 
 Result = TypeVar("Result")
+Rows = tuple[list[Array], list[int]]
 BATCH = 1024
 KNOWN = (1, 4, 16, 64)
 
@@ -59,31 +60,26 @@ def prepared(given: str | None) -> Iterator[Path | None]:
         yield Path(scratch) / "set"
 
 
-def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
-    """Return the unique rows of each batch, and the total number of rows in all tables. A batch has
-    ``BATCH`` real samples, shuffled as in a run.
+def genuine_rows(folder: Path, batch_size: int, epochs: int = 1) -> Rows:
+    """Return the row numbers of real samples, shuffled as in a run, and the number of rows of each
+    table.
     """
     manifest = load_manifest(folder)
-    loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
-    counts = [field.rows for field in manifest.sparse]
-    starts = np.cumsum([0, *counts[:-1]])
+    loader = open_loader(manifest, batch_size=batch_size, shuffle="runs", tail="drop")
+    sizes = [field.rows for field in manifest.sparse]
+    starts = np.cumsum([0, *sizes[:-1]])
     batches = (batch for epoch in range(epochs) for batch in loader.epoch(epoch))
-    return [np.unique(batch.ids.numpy()[:, : len(counts)] + starts) for batch in batches], sum(
-        counts
-    )
+    return [batch.ids.numpy()[:, : len(sizes)] + starts for batch in batches], sizes
 
 
-def generated_trace(shape: Shape) -> tuple[list[Array], int]:
-    """Return the unique rows of each batch, and the total number of rows in all tables. The ids
-    follow Zipf's law.
-    """
+def generated_rows(shape: Shape) -> Rows:
+    """Return row numbers that follow Zipf's law, and the number of rows of each table."""
     starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
     generator = np.random.default_rng(1)
-    trace = [
-        np.unique(zipf_ids(shape, shape.rows_per_rank, generator) + starts)
-        for _ in range(shape.num_batches)
+    batches = [
+        zipf_ids(shape, shape.rows_per_rank, generator) + starts for _ in range(shape.num_batches)
     ]
-    return trace, shape.num_tables * shape.table_rows
+    return batches, [shape.table_rows] * shape.num_tables
 
 
 def fetches(results: Results, folder: Path | None) -> None:
@@ -93,18 +89,18 @@ def fetches(results: Results, folder: Path | None) -> None:
     zipf = Shape(table_rows=100_000, zipf=1.1, rows_per_rank=BATCH, num_batches=200)
     if folder is not None:
         for epochs in (1, 3):
-            trace, num_rows = genuine_trace(folder, epochs)
+            rows = genuine_rows(folder, BATCH, epochs)
             for capacity in (22_000, 45_000):
                 name = f"genuine, {epochs} epoch{'s' * (epochs > 1)}"
-                _compare_policies(results, name, trace, num_rows, capacity)
-    trace, num_rows = generated_trace(zipf)
+                _compare_policies(results, name, rows, capacity)
+    rows = generated_rows(zipf)
     for capacity in (45_000, 100_000):
-        _compare_policies(results, "generated, Zipf 1.1", trace, num_rows, capacity)
+        _compare_policies(results, "generated, Zipf 1.1", rows, capacity)
 
 
-def _compare_policies(
-    results: Results, name: str, trace: Trace, num_rows: int, capacity: int
-) -> None:
+def _compare_policies(results: Results, name: str, rows: Rows, capacity: int) -> None:
+    batches, sizes = rows
+    trace, num_rows = [np.unique(batch) for batch in batches], sum(sizes)
     best = belady(trace, num_rows, capacity)
     unique = float(np.mean([rows.size for rows in trace]))
 
@@ -149,19 +145,15 @@ def planning(results: Results) -> None:
     small = Shape(rows_per_rank=1024, num_batches=140)
     large = replace(small, table_rows=1_000_000, rows_per_rank=16_384, num_batches=104)
     for shape, capacity in ((small, 45_000), (large, 1_000_000), (large, 200_000)):
-        starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
-        generator = np.random.default_rng(1)
-        drawn = [
-            (zipf_ids(shape, shape.rows_per_rank, generator) + starts).reshape(-1)
-            for _ in range(shape.num_batches)
-        ]
+        drawn, sizes = generated_rows(shape)
+        num_rows = sum(sizes)
         for duplicates in (False, True):
-            trace = drawn if duplicates else [np.unique(rows) for rows in drawn]
+            trace = [rows.reshape(-1) if duplicates else np.unique(rows) for rows in drawn]
             for known in (16, 64):
-                times = _planning_times(trace, shape.num_tables * shape.table_rows, capacity, known)
+                times = _planning_times(trace, num_rows, capacity, known)
                 results.add(
-                    rows=shape.num_tables * shape.table_rows, capacity=capacity, known=known,
-                    ahead=1, lookups_per_batch=trace[0].size, **times,
+                    rows=num_rows, capacity=capacity, known=known, ahead=1,
+                    lookups_per_batch=trace[0].size, **times,
                 )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         results.add(threads=_planning_threads(Path(scratch)))
@@ -251,19 +243,15 @@ def main() -> None:
             fetches(Results("cache_fetches", recorded=folder is not None), folder)
     elif args.question == "planning":
         planning(Results("cache_planning"))
-    elif args.question == "store":
+    elif args.question in ("store", "servers"):
         with prepared(args.input) as folder:
             if folder is None:
                 print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
-                return
-            for part in (args.part,) if args.part else cache_store.PARTS:
-                cache_store.measure(Results("cache_store", part), folder, part)
-    elif args.question == "servers":
-        with prepared(args.input) as folder:
-            if folder is None:
-                print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
-                return
-            cache_servers.measure(folder)
+            elif args.question == "servers":
+                cache_servers.measure(folder)
+            else:
+                for part in (args.part,) if args.part else cache_store.PARTS:
+                    cache_store.measure(Results("cache_store", part), folder, part)
     elif args.question == "limit":
         cache_limit.measure(Results("cache_limit"), args.folder)
     elif args.question == "matrix":

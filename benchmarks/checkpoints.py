@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.proc import reset_peak, status_bytes
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.checkpoint.read import open_checkpoint
@@ -175,7 +176,8 @@ class During:
     def save(self) -> dict[str, float]:
         """Measure the stall and the memory of one save."""
         saver, done = self._saver, list[float]()
-        resident = resident_bytes(start_anew=True)
+        reset_peak()
+        resident = status_bytes("VmRSS")
         begin = time.perf_counter()
         saver.start(1000, {}, lambda: done.append(time.perf_counter()))
         started_s = time.perf_counter() - begin
@@ -187,7 +189,7 @@ class During:
         cost = saver.last_cost
         if cost is None:
             raise RuntimeError("the save during training did not record its cost")
-        most_resident = resident_bytes(highest=True)
+        most_resident = status_bytes("VmHWM")
         before, self._alone = self._alone, self._steps(60)
         alone = before + self._alone
         duration = done[0] - begin
@@ -218,20 +220,6 @@ def during(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]
     middle = {key: statistics.median(save[key] for save in saves) for key in saves[0]}
     each = [round(save["lost_of_save"], 4) for save in saves]
     return {**middle, "lost_of_each_save": each, "threads": torch.get_num_threads()}
-
-
-def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
-    """Return the resident size of this process, now or at its peak since the last reset; 0 outside
-    Linux.
-    """
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    if start_anew:
-        Path("/proc/self/clear_refs").write_text("5")
-    key = "VmHWM:" if highest else "VmRSS:"
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
 
 
 def main() -> None:

@@ -22,18 +22,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from benchmarks import cpu_criteo
 from benchmarks.cpu_criteo import run
 from benchmarks.plain_models import (
     PlainDcn,
     PlainDeepFm,
     PlainDlrm,
     PlainModel,
-    named_layers,
     start_as_sbpflow,
 )
-from benchmarks.plain_wdl import PlainWideDeep, Rows, auc
+from benchmarks.plain_wdl import BATCH, PlainWideDeep, Rows, scores
 from benchmarks.record import Results
 from sbpflow.config.schema import DataConfig
 from sbpflow.data import fields_of, load_manifest
@@ -41,29 +40,19 @@ from sbpflow.data.read.loaders import open_loaders
 
 MODELS = ("wdl", "dlrm", "deepfm", "dcnv2")
 KINDS = {"float32": (), "bf16": ("model.autocast=bf16",)}
-BATCH = 1024
 
 
 def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict[str, float]:
     """Run train_wdl.py once and return the run's last event."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    config = ("--config", f"configs/{model}.yaml", f"run.dir={folder}", f"data.path={data}")
-    run(*launch, "train_wdl.py", *config, "data.shuffle=rows", "train.progress=false", *words)
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    shared = (f"data.path={data}", "data.shuffle=rows", "train.progress=false")
+    return cpu_criteo.train(model, ranks, folder, *shared, *words)[-1]
 
 
-def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
+def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> PlainModel:
     """Build the model in configs/MODEL.yaml with the initial values of a run with this seed."""
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
-    if model == "wdl":
-        net = PlainWideDeep(rows, 16, [400, 400], 0.2)
-        parameters = named_layers("mlp", net.mlp)
-        tables = zip(names, [*net.deep, *net.wide], strict=True)
-        for name, table in tables:
-            parameters[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
-        start_as_sbpflow(parameters, seed)
-        return net
     kinds = {
+        "wdl": lambda: PlainWideDeep(rows),
         "dlrm": lambda: PlainDlrm(sizes, numbers, 16, (256, 64), (400, 400), sparse=True),
         "deepfm": lambda: PlainDeepFm(sizes, numbers, 16, (400, 400), dropout=0.2, sparse=True),
         "dcnv2": lambda: PlainDcn(sizes, numbers, 16, (400, 400), dropout=0.2, sparse=True),
@@ -79,10 +68,9 @@ def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
     manifest = load_manifest(data)
     names = [field.name for field in fields_of(manifest).ids]
     net = make_plain(model, Rows(data, "test"), names, seed)
-    dense = net.others() if isinstance(net, PlainModel) else net.mlp.parameters()
     optimizers = [
         torch.optim.SparseAdam(net.tables(), lr=1e-3),
-        torch.optim.Adam(list(dense), lr=1e-3),
+        torch.optim.Adam(net.others(), lr=1e-3),
     ]
     config = DataConfig(path=data, batch_size=BATCH, shuffle="rows", loader="memmap")
     loaders = open_loaders(manifest, config, 0, 1, seed=seed, device=torch.device("cpu"))
@@ -97,16 +85,9 @@ def train_plain(model: str, data: Path, seed: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     for loader in loaders.values():
         loader.close()
-    net.eval()
-    held = Rows(data, "test")
-    with torch.no_grad():
-        parts = zip(held.dense.split(8192), held.ids.split(8192), strict=True)
-        scores = torch.cat([net(dense, ids) for dense, ids in parts])
-    loss = F.binary_cross_entropy_with_logits(scores.double(), held.labels.double())
     return {
         "seed": seed,
-        "auc": auc(scores, held.labels),
-        "logloss": float(loss),
+        **scores(net, data, "test"),
         "samples_per_s": round(manifest.splits["train"] / seconds),
     }
 

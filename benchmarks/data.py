@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.proc import status_bytes
 from benchmarks.record import Results
 from sbpflow.data import Manifest, load_manifest, open_loader
 from sbpflow.data.format.schema import CRITEO
@@ -60,25 +61,13 @@ def _run(arguments: list[str]) -> _Cost:
         number, status, used = os.wait4(process.pid, os.WNOHANG)
         if number:
             break
-        own = max(own, own_bytes(process.pid))
+        own = max(own, status_bytes("RssAnon", process.pid))
         time.sleep(0.05)
     wall_s = time.monotonic() - began
     if status:
         raise subprocess.CalledProcessError(status, command)
     whole = used.ru_maxrss * 1024 / 1e9
     return _Cost(wall_s, used.ru_utime + used.ru_stime, whole, own / 1e9)
-
-
-def own_bytes(process: int) -> int:
-    """Return the memory of a process that is not backed by files, or 0 if the system does not
-    report it.
-    """
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    lines = (line.split() for line in status.splitlines() if line.startswith("RssAnon:"))
-    return sum(int(words[1]) * 1024 for words in lines)
 
 
 def _load() -> float:

@@ -19,16 +19,13 @@ rows.
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cache import prepared
+from benchmarks.cache import generated_rows, genuine_rows, prepared
 from benchmarks.cache_policies import Array
-from benchmarks.click_model import Shape, zipf_ids
+from benchmarks.click_model import Shape
 from benchmarks.record import Results
-from sbpflow.data import load_manifest
-from sbpflow.data.read.loader import open_loader
 from sbpflow.embedding.plan.id_statistics import IdFrequencies
 
 RANKS = (2, 4, 8)
@@ -36,28 +33,10 @@ HOT = (0, 1024, 4096, 16_384)
 BATCH = 8192
 
 
-def genuine(folder: Path) -> tuple[list[Array], list[Array]]:
-    """Return each batch's global row numbers ([batch, fields]), and each field's counts."""
-    manifest = load_manifest(folder)
-    loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
-    sizes = [field.rows for field in manifest.sparse]
-    starts = np.cumsum([0, *sizes[:-1]])
-    batches = [batch.ids.numpy()[:, : len(sizes)] + starts for batch in loader.epoch(0)]
-    return batches, _counts(batches, starts, sizes)
-
-
-def generated() -> tuple[list[Array], list[Array]]:
-    shape = Shape(rows_per_rank=BATCH, num_batches=12)
-    starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
-    generator = np.random.default_rng(1)
-    batches = [zipf_ids(shape, BATCH, generator) + starts for _ in range(shape.num_batches)]
-    return batches, _counts(batches, starts, [shape.table_rows] * shape.num_tables)
-
-
-def _counts(batches: Sequence[Array], starts: Array, sizes: Sequence[int]) -> list[Array]:
-    counts = np.bincount(np.concatenate([batch.ravel() for batch in batches]))
-    counts = np.pad(counts, (0, starts[-1] + sizes[-1] - counts.size))
-    return [counts[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+def counts_of(batches: Sequence[Array], sizes: Sequence[int]) -> list[Array]:
+    """Return how often each row of each table is looked up."""
+    counts = np.bincount(np.concatenate([batch.ravel() for batch in batches]), minlength=sum(sizes))
+    return np.split(counts, np.cumsum(sizes)[:-1])
 
 
 def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
@@ -110,10 +89,11 @@ def main() -> None:
     args = parser.parse_args()
     results = Results("early_rows")
     with prepared(args.input) as folder:
-        kinds = {"Zipf 1.2": generated()}
+        kinds = {"Zipf 1.2": generated_rows(Shape(rows_per_rank=BATCH, num_batches=12))}
         if folder is not None:
-            kinds["genuine"] = genuine(folder)
-    for ids, (batches, counts) in kinds.items():
+            kinds["genuine"] = genuine_rows(folder, BATCH)
+    for ids, (batches, sizes) in kinds.items():
+        counts = counts_of(batches, sizes)
         by_row = np.concatenate(counts)
         order = np.argsort(-by_row, kind="stable")
         for size in RANKS:

@@ -16,19 +16,21 @@ import pstats
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.click_model import Shape, zipf_ids
+from benchmarks.click_model import Shape as ClickShape
+from benchmarks.click_model import zipf_ids
 from benchmarks.network import start_ranks
+from benchmarks.proc import status_bytes
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.plan.embedding_plan import plan_embeddings
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -46,6 +48,7 @@ from sbpflow.sbp.sbp import Broadcast, Split
 
 RULE = sparse_optimizer("rowwise_adagrad", lr=0.05)
 SEED = 3
+Shape = tuple[list[TableConfig], list[FeatureConfig]]
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -87,26 +90,37 @@ def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float]:
     return [round(pairs[place], 3) for place in at]
 
 
-def collect(
-    world: World,
-    tables: list[TableConfig],
-    features: list[FeatureConfig],
-    layouts: dict[str, TableLayout],
-    batch: int,
-    kernel: str = "auto",
-) -> EmbeddingCollection:
-    plan = plan_embeddings(
+def tables_of(rows: Iterable[int], dims: Iterable[int], hotness: Iterable[int]) -> Shape:
+    """Return a table and a feature for each of ``rows``, ``dims`` and ``hotness``."""
+    tables = [
+        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=int(d))
+        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
+    ]
+    return tables, [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
+
+
+def plan_tables(
+    shape: Shape, layouts: Mapping[str, TableLayout], size: int, batch_size: int
+) -> EmbeddingPlan:
+    """Plan tables that form one output, on ``size`` ranks with gloo."""
+    tables, features = shape
+    return plan_embeddings(
         [OutputConfig(name="deep", tables=tuple(tables))],
         layouts,
         features=features,
         optimizer=RULE,
         dtype=torch.float32,
-        world=Placement.line("cpu", world.size),
+        world=Placement.line("cpu", size),
         backend="gloo",
-        batch_size=batch,
+        batch_size=batch_size,
     )
-    request: Any = kernel
-    return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=request)
+
+
+def collect(
+    world: World, shape: Shape, layouts: Mapping[str, TableLayout], batch_size: int
+) -> EmbeddingCollection:
+    plan = plan_tables(shape, layouts, world.size, batch_size)
+    return EmbeddingCollection(plan, Boxing(world), seed=SEED)
 
 
 STEP = 1  # step number of every update; these optimizers ignore it
@@ -132,7 +146,7 @@ def copy_bandwidth() -> float:
 
 
 def kernel(results: Results, repeats: int) -> None:
-    shape = Shape()
+    shape = ClickShape()
     batch = shape.rows_per_rank
     tables = [
         TableConfig(name=n, features=(n,), num_rows=shape.table_rows, dim=shape.dim)
@@ -147,7 +161,7 @@ def kernel(results: Results, repeats: int) -> None:
             for t in tables
         }
         features = [FeatureConfig(name=name) for name in shape.names]
-        ours = collect(world, tables, features, layouts, batch)
+        ours = collect(world, (tables, features), layouts, batch)
         bare = _bare_fbgemm(shape)
         bags, optimizer = _plain_torch(shape)
         for stored, table, bag in zip(
@@ -229,7 +243,7 @@ def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor,
     )
 
 
-def _bare_fbgemm(shape: Shape) -> Tbe:
+def _bare_fbgemm(shape: ClickShape) -> Tbe:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -249,7 +263,7 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
     )
 
 
-def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
+def _plain_torch(shape: ClickShape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
     """Return the bags and the optimizer of a plain torch job: SGD, the cheapest sparse optimizer of
     ``torch.optim`` because it has no state.
     """
@@ -308,11 +322,10 @@ class _Grown:
             layout=Layout(Placement.line("cpu", 1), (Broadcast(),)), exchange="local"
         )
         features = [FeatureConfig(name=name) for name in names]
-        before = _resident()
-        self.collection = collect(
-            world, tables, features, {t.name: layout for t in tables}, self._batch
-        )
-        self.resident_bytes = _resident() - before
+        before = status_bytes("VmRSS")
+        layouts = {table.name: layout for table in tables}
+        self.collection = collect(world, (tables, features), layouts, self._batch)
+        self.resident_bytes = status_bytes("VmRSS") - before
         self._batches = [_whole_table_ids(rows, self._batch, seed) for seed in range(8)]
         self.unique_rows = len(self._batches[0].unique())
         self._grad = torch.randn(self._batch, 26 * 17) * 1e-3
@@ -336,11 +349,6 @@ def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
     rank = ((1.0 - random * (1.0 - top)) ** (1.0 / exponent)).astype(np.int64) - 1
     ids = (np.minimum(rank, rows - 1) * 2_654_435_761 + 12345) % rows
     return torch.from_numpy(ids.astype(np.int32))
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def rows(results: Results, repeats: int) -> None:
@@ -372,7 +380,7 @@ def rows(results: Results, repeats: int) -> None:
     results.add(benchmark="engine_rows_ratio", large_over_small=ratio(times, *reversed(list(jobs))))
 
 
-def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]]:
+def many_tables(num_tables: int) -> Shape:
     """Return tables and features like those of EMBark's T510 with 5.2 ids per sample, with dims
     scaled by 1/8 and rows by 1/1000.
     """
@@ -380,12 +388,7 @@ def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]
     dims = random.choice([4, 8, 16, 32], num_tables)
     sizes = np.exp(random.normal(5.8, 1.8, num_tables)).astype(int) + 2
     hotness = np.clip(random.geometric(1 / 5.2, num_tables), 1, 40)
-    tables = [
-        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(rows), dim=int(dim))
-        for n, (rows, dim) in enumerate(zip(sizes, dims, strict=True))
-    ]
-    features = [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
-    return tables, features
+    return tables_of(sizes, dims, hotness)
 
 
 def tables_worker(num_tables: int, steps: int) -> None:
@@ -405,7 +408,7 @@ def tables_worker(num_tables: int, steps: int) -> None:
             elif n > num_tables // 2:
                 kind, layout = "local", Layout(whole, (Broadcast(),))
             layouts[table.name] = TableLayout(layout=layout, exchange=kind)
-        collection = collect(world, tables, features, layouts, batch)
+        collection = collect(world, (tables, features), layouts, batch)
         generator = torch.Generator().manual_seed(world.rank)
         columns = [
             (

@@ -31,7 +31,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.network import free_port
 from benchmarks.record import Results
 from benchmarks.server_processes import ServerProcesses
 from sbpflow.checkpoint.folder import checked, list_checkpoints, step_of
@@ -148,16 +148,13 @@ def launch(
     before: Callable[[], None] | None = None,
 ) -> Ranks:
     """Start ``size`` ranks that train on the CPU; ``before`` runs first in each process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     fixed = ["--config", "configs/scheme3.yaml", "parallel.device=cpu", "data.loader=memmap"]
     shared = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         **environment,

@@ -20,7 +20,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, TOTALS, Eviction, Growth
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
+from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.vocabulary import counting_loops, requests, undo_loops
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
@@ -133,7 +134,6 @@ def make_plan(*, grows: bool) -> EmbeddingPlan:
         admit_count=3,
         forget_after_samples=10 * BATCH,
     )
-    world = Placement.line("cpu", 1)
 
     def tables(kind: str, dim: int) -> tuple[TableConfig, ...]:
         return tuple(
@@ -151,12 +151,21 @@ def make_plan(*, grows: bool) -> EmbeddingPlan:
         OutputConfig(name="deep", tables=tables("deep", 16)),
         OutputConfig(name="wide", tables=tables("wide", 1), combine="sum"),
     ]
+    features = [FeatureConfig(name=f"C{n}") for n in range(len(SIZES))]
+    return plan_of(outputs, features, sparse_optimizer("rowwise_adagrad", lr=0.05))
+
+
+def plan_of(
+    outputs: Sequence[OutputConfig], features: Sequence[FeatureConfig], optimizer: SparseOptimizer
+) -> EmbeddingPlan:
+    """Return the plan in which all tables are S(0) on one rank."""
+    world = Placement.line("cpu", 1)
     layout = TableLayout(layout=Layout(world, (Split(0),)), exchange="reduce")
     return plan_embeddings(
         outputs,
         {table.name: layout for output in outputs for table in output.tables},
-        features=[FeatureConfig(name=f"C{n}") for n in range(len(SIZES))],
-        optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05),
+        features=features,
+        optimizer=optimizer,
         dtype=torch.float32,
         world=world,
         backend="gloo",
@@ -231,18 +240,7 @@ def measure_deltas(world: World, num_keys: int, results: Results) -> None:
         )
         for name, dim in (("deep", 16), ("wide", 1))
     ]
-    line = Placement.line("cpu", 1)
-    layout = TableLayout(layout=Layout(line, (Split(0),)), exchange="reduce")
-    plan = plan_embeddings(
-        outputs,
-        {table.name: layout for output in outputs for table in output.tables},
-        features=[FeatureConfig(name="f")],
-        optimizer=sparse_optimizer("lazy_adam", lr=0.01),
-        dtype=torch.float32,
-        world=line,
-        backend="gloo",
-        batch_size=BATCH,
-    )
+    plan = plan_of(outputs, [FeatureConfig(name="f")], sparse_optimizer("lazy_adam", lr=0.01))
     boxing = Boxing(world)
     tables = EmbeddingCollection(plan, boxing, seed=1)
     random = np.random.default_rng(3)

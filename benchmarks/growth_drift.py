@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data import own_bytes
+from benchmarks.proc import status_bytes
 from benchmarks.record import Results
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ def watch(runs: dict[str, subprocess.Popen[bytes]]) -> dict[str, list[float]]:
     while any(process.poll() is None for process in runs.values()):
         for name, process in runs.items():
             if process.poll() is None:
-                samples[name].append(own_bytes(process.pid) / 2**20)
+                samples[name].append(status_bytes("RssAnon", process.pid) / 2**20)
         time.sleep(SAMPLE_EVERY_S)
     failed = [name for name, process in runs.items() if process.returncode]
     if failed:

@@ -4,14 +4,18 @@ The namespaces act as hosts on one machine and need root and the commands ip and
 than loopback makes waits for the network visible.
 """
 
+import argparse
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # names unique to this process
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -68,7 +72,7 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
             _run(*inside, *_CUBIC)
         yield [["ip", "netns", "exec", host] for host in HOSTS]
     finally:
-        _take_down()
+        _delete(HOSTS)
 
 
 @contextmanager
@@ -101,8 +105,27 @@ def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list
                 _run(*place, *_shape_of(device, rate))
         yield [["ip", "netns", "exec", name] for name in names], addresses
     finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        _delete((*names, switch))
+
+
+def ranks_parser(doc: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that ``result_of_ranks`` adds; ``doc`` is the docstring of
+    the benchmark.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def result_of_ranks(module: str, world_size: int, *words: str, link: str | None) -> Any:  # noqa: ANN401 (what the benchmark writes)
+    """Run the ranks with the options of this program and then ``words``, as ``start_ranks`` does;
+    return the JSON value that rank 0 writes to the file ``--output``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        start_ranks(module, world_size, [*sys.argv[1:], *words, "--output", str(output)], link=link)
+        return json.loads(output.read_text())
 
 
 def start_ranks(
@@ -145,7 +168,7 @@ def _run_ranks(
     each = world_size // len(prefixes)
     shared = os.environ | {
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(each),
         "OMP_NUM_THREADS": "1",
@@ -162,15 +185,16 @@ def _run_ranks(
     return next((code for code in [process.wait() for process in ranks] if code), 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that no process uses."""
     with socket.socket() as sock:
         sock.bind(("", 0))
         return int(sock.getsockname()[1])
 
 
-def _take_down() -> None:
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "delete", host], capture_output=True, check=False)
+def _delete(namespaces: Sequence[str]) -> None:
+    for name in namespaces:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def _run(*words: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.click_model import Rows, Shape, make_batches
-from benchmarks.peer_torchrec import dense_weights
+from benchmarks.peer_torchrec import make_mlp
 from benchmarks.plain_wdl import RowwiseAdagrad
 from sbpflow.runtime.random.streams import fill_uniform
 
@@ -23,14 +23,10 @@ class _Model(nn.Module):
         super().__init__()
         rows = shape.num_tables * shape.table_rows
         self.table = nn.EmbeddingBag(rows, shape.dim, mode="sum", sparse=True)
-        layers = [nn.Linear(shape.width, shape.hidden), nn.ReLU(), nn.Linear(shape.hidden, 1)]
-        self.mlp = nn.Sequential(*layers)
-        with torch.no_grad():
-            parts = self.table.weight.data.split(shape.table_rows)
-            for name, weight in zip(shape.names, parts, strict=True):
-                fill_uniform(weight, seed=seed, name=name, bound=bound, num_columns=shape.dim)
-            for mine, value in zip(self.mlp.parameters(), dense_weights(shape, seed), strict=True):
-                mine.copy_(value)
+        self.mlp = make_mlp(shape, seed)
+        parts = self.table.weight.data.split(shape.table_rows)
+        for name, weight in zip(shape.names, parts, strict=True):
+            fill_uniform(weight, seed=seed, name=name, bound=bound, num_columns=shape.dim)
 
     def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
         vectors = self.table(rows.view(-1, 1)).view(rows.shape[0], -1)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.click_model import Rows, Shape
+from benchmarks.plain_models import named_layers, start_as_sbpflow
 from benchmarks.torchrec_models import dense_of_torchrec, make_torchrec
 from sbpflow.runtime.random.streams import fill_uniform
 
@@ -24,16 +25,11 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
 
-def dense_weights(shape: Shape, seed: int) -> list[Tensor]:
-    """Return the weights and biases of the two linear layers; both systems use the same values."""
-    sizes = [(shape.hidden, shape.width), (1, shape.hidden)]
-    weights: list[Tensor] = []
-    for index, (outputs, inputs) in enumerate(sizes):
-        weight = torch.empty(outputs, inputs)
-        bound = (6.0 / (outputs + inputs)) ** 0.5
-        fill_uniform(weight, seed=seed, name=f"mlp.{index}.weight", bound=bound, num_columns=inputs)
-        weights += [weight, torch.zeros(outputs)]
-    return weights
+def make_mlp(shape: Shape, seed: int) -> nn.Sequential:
+    """Return the two linear layers; all systems start with the same values."""
+    mlp = nn.Sequential(nn.Linear(shape.width, shape.hidden), nn.ReLU(), nn.Linear(shape.hidden, 1))
+    start_as_sbpflow(named_layers("mlp", mlp), seed)
+    return mlp
 
 
 class _Batch(Protocol):
@@ -192,17 +188,7 @@ def _make_wdl(shape: Shape, seed: int, bound: float) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.tables = _make_tables(shape, seed, bound)
-            layers = [
-                nn.Linear(shape.width, shape.hidden),
-                nn.ReLU(),
-                nn.Linear(shape.hidden, 1),
-            ]
-            self.mlp = nn.Sequential(*layers)
-            with torch.no_grad():
-                for mine, value in zip(
-                    self.mlp.parameters(), dense_weights(shape, seed), strict=True
-                ):
-                    mine.copy_(value)
+            self.mlp = make_mlp(shape, seed)
 
         def forward(self, batch: _Batch) -> tuple[Tensor, Tensor]:
             vectors = self.tables(batch.ids).values()

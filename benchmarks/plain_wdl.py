@@ -11,12 +11,17 @@ the dense part uses Adam.
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.plain_models import PlainModel, hidden_layers, named_layers
+
+DIM, HIDDEN, DROPOUT, BATCH = 16, (400, 400), 0.2, 1024
 
 
 class Rows:
@@ -38,24 +43,18 @@ class Rows:
         return len(self.labels)
 
 
-class PlainWideDeep(nn.Module):
+class PlainWideDeep(PlainModel):
     """Computes logit = sum of wide weights + MLP(embeddings ++ dense)."""
 
-    def __init__(self, rows: Rows, dim: int, hidden: list[int], dropout: float) -> None:
-        super().__init__()
+    def __init__(self, rows: Rows) -> None:
         tables = rows.sizes[: rows.num_sparse]
-        self.deep = nn.ModuleList(nn.Embedding(n, dim, sparse=True) for n in tables)
+        super().__init__(tables, rows.num_dense, DIM, sparse=True)
         crosses = rows.sizes[rows.num_sparse :]
         self.wide = nn.ModuleList(nn.Embedding(n, 1, sparse=True) for n in crosses)
         for table in [*self.deep, *self.wide]:
             nn.init.uniform_(table.weight, -0.05, 0.05)
-        layers: list[nn.Module] = []
-        width = len(tables) * dim + rows.num_dense
-        for size in hidden:
-            layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(dropout)]
-            width = size
-        layers.append(nn.Linear(width, 1))
-        self.mlp = nn.Sequential(*layers)
+        layers = hidden_layers(len(tables) * DIM + rows.num_dense, HIDDEN, dropout=DROPOUT)
+        self.mlp = nn.Sequential(*layers, nn.Linear(HIDDEN[-1], 1))
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
@@ -67,8 +66,11 @@ class PlainWideDeep(nn.Module):
         wide = sum(table(ids[:, count + i]) for i, table in enumerate(self.wide))
         return (self.mlp(torch.cat([*vectors, dense], 1)) + wide).squeeze(1)
 
-    def tables(self) -> list[nn.Parameter]:
-        return [table.weight for table in [*self.deep, *self.wide]]
+    def named(self, fields: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
+        found = named_layers("mlp", self.mlp)
+        for name, table in zip(fields, [*self.deep, *self.wide], strict=True):
+            found[f"{'wide' if 'x' in name else 'deep'}.{name}"] = table.weight, 0.05
+        return found
 
 
 class RowwiseAdagrad:
@@ -104,19 +106,30 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return float((ranks[labels == 1].sum() - low) / (positives * negatives))
 
 
+def scores(model: nn.Module, folder: Path, split: str) -> dict[str, float]:
+    """Return the AUC and the logloss of a split."""
+    held = Rows(folder, split)
+    model.eval()
+    with torch.no_grad():
+        parts = zip(held.dense.split(8192), held.ids.split(8192), strict=True)
+        logits = torch.cat([model(dense, ids) for dense, ids in parts])
+    loss = F.binary_cross_entropy_with_logits(logits.double(), held.labels.double())
+    return {"auc": auc(logits, held.labels), "logloss": float(loss)}
+
+
 def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     torch.manual_seed(seed)
     rows = Rows(args.data, "train")
-    model = PlainWideDeep(rows, args.dim, args.hidden, args.dropout)
+    model = PlainWideDeep(rows)
     if args.sparse == "lazy_adam":
-        sparse = torch.optim.SparseAdam(model.tables(), lr=args.sparse_lr or 1e-3)
+        sparse = torch.optim.SparseAdam(model.tables(), lr=1e-3)
     else:
-        sparse = RowwiseAdagrad(model.tables(), lr=args.sparse_lr or 0.05)
+        sparse = RowwiseAdagrad(model.tables(), lr=0.05)
     dense = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
     # Shuffle the rows, as a loader does; any order of the training rows is valid.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
-    for batch in order.split(args.batch_size):
+    for batch in order.split(BATCH):
         logits = model(rows.dense[batch], rows.ids[batch])
         loss = F.binary_cross_entropy_with_logits(logits, rows.labels[batch])
         sparse.zero_grad()
@@ -126,20 +139,8 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
         dense.step()
     seconds = time.perf_counter() - start
     result = {"seed": seed, "samples_per_s": round(len(rows) / seconds)}
-    model.eval()
     for split in ("val", "test"):
-        held = Rows(args.data, split)
-        with torch.no_grad():
-            logits = torch.cat(
-                [
-                    model(d, i)
-                    for d, i in zip(held.dense.split(8192), held.ids.split(8192), strict=True)
-                ]
-            )
-        result[f"{split}_auc"] = auc(logits, held.labels)
-        result[f"{split}_logloss"] = float(
-            F.binary_cross_entropy_with_logits(logits.double(), held.labels.double())
-        )
+        result |= {f"{split}_{k}": value for k, value in scores(model, args.data, split).items()}
     return result
 
 
@@ -147,11 +148,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sparse", choices=["lazy_adam", "rowwise_adagrad"], default="lazy_adam")
-    parser.add_argument("--sparse-lr", type=float)
-    parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--hidden", type=int, nargs="*", default=[400, 400])
-    parser.add_argument("--dropout", type=float, default=0.2)
-    parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
     for seed in args.seeds:

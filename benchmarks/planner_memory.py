@@ -9,12 +9,9 @@ the peak of the memory that it has allocated and not freed. The process grows by
 peak, because it keeps freed memory; the record also contains this growth.
 """
 
-import argparse
 import ctypes
 import gc
 import json
-import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +23,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
+from benchmarks.proc import reset_peak, status_bytes
 from benchmarks.record import Results
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
@@ -67,10 +65,10 @@ def growth_bytes(boxing: Boxing, sample: Sample, plan: Plan) -> int:
     """Return the peak of this process's memory while the plan runs, above the memory before."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier plans freed
-    Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak to the present size
-    before = _status_bytes("VmRSS")
+    reset_peak()
+    before = status_bytes("VmRSS")
     measure_in_turns(boxing, sample, [plan], rounds=1)
-    return _status_bytes("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 class _MallocInfo(ctypes.Structure):
@@ -116,14 +114,6 @@ def allocated_bytes(run: Callable[[], object]) -> int:
     return peak[0] - before
 
 
-def _status_bytes(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"{name}:\s+(\d+)", text)
-    if match is None:
-        raise SystemExit(f"/proc/self/status has no {name}")
-    return 1024 * int(match[1])
-
-
 def measured(world: World, boxing: Boxing, name: str) -> list[dict[str, Any]]:
     """Return one row per layout of a task."""
     sample = make_sample(TASKS[name], world.size)
@@ -166,20 +156,15 @@ def work(output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args.output)
         return
     results = Results("planner_memory", recorded=args.ranks == [2, 4])
     for ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "rows.json")
-            start_ranks("benchmarks.planner_memory", ranks, ["--output", str(output)], link=None)
-            rows = json.loads(output.read_text())
+        rows = result_of_ranks("benchmarks.planner_memory", ranks, link=None)
         for row in rows:
             results.add(benchmark="planner_memory", ranks=ranks, **row)
         ratios = [ratio for row in rows for ratio in row["predicted_over_peak"]]

@@ -135,11 +135,9 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
     )
     words = ["--seconds", str(args.seconds)]
     wire = args.link if link else None
-    (result,) = measured_cases([case], RANKS, wire, words)
-    names = [names[0] for names in case.distinct().values()]
-    times = dict(zip(names, result["rounds"], strict=True))
+    (times,) = measured_cases([case], RANKS, wire, words)
     row = compared(case, times)
-    errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in names]
+    errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in times]
     return {
         "number": number,
         "tables": case.tables,

@@ -26,11 +26,8 @@ from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
 from benchmarks.planner_worker import difference
 from benchmarks.record import Results
 from sbpflow.config.parse import plain
-from sbpflow.planner.clusters import crowded, link_of, with_link
-from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.profile import Profile, default_path, load
+from sbpflow.planner.costs.profile import default_path, load
 from sbpflow.planner.planners import GREEDY
-from sbpflow.planner.task import Task, plan_of_tree
 
 STEPS_BATCH = 4096
 STEPS_TABLES = (10, 26, 40)  # number of tables in each task
@@ -47,25 +44,6 @@ class Case:
     plans: Named
     giant: float = 0.0
 
-    def tree(self) -> dict[str, Any]:
-        """Return the case in JSON-ready form."""
-        plans = {name: [plain(plan), ms] for name, (plan, ms) in self.plans.items()}
-        return {
-            "number": self.number, "tables": self.tables, "batch": self.batch, "plans": plans,
-            "giant": self.giant,
-        }  # fmt: skip
-
-    @staticmethod
-    def of(tree: dict[str, Any]) -> "Case":
-        plans = {name: (plan_of_tree(plan), ms) for name, (plan, ms) in tree["plans"].items()}
-        facts = ("number", "tables", "batch", "giant")
-        return Case(plans=plans, **{name: tree[name] for name in facts})
-
-    def task(self, world_size: int) -> Task:
-        return make_sample(
-            self.number, world_size, num_tables=self.tables, batch_size=self.batch, giant=self.giant
-        ).task
-
     def distinct(self) -> dict[str, list[str]]:
         """Return {plan as JSON: names of the plan}, so that equal plans are measured only once."""
         names_of: dict[str, list[str]] = {}
@@ -74,56 +52,33 @@ class Case:
         return names_of
 
 
-def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Return the case for each (tables, ranks, task number) in ``cells``; plan only those that are
-    not in the file ``--plans``.
-    """
-    path = Path(args.plans) if args.plans else None
-    known: dict[str, Any] = {}
-    if path is not None and path.is_file():
-        known = json.loads(path.read_text())
+def planned(args: argparse.Namespace) -> list[Case]:
+    """Return ``--tasks`` cases with the plans of ``--planners``."""
+    size, counts = args.ranks, args.tables or STEPS_TABLES
     profile = load(Path(args.profile) if args.profile else default_path())
-    trained: dict[int, Any] = {}
-    for tables, size, number in cells:
-        key, batch = f"{tables}x{size} {number}", args.batch
-        if key in known:
-            continue
-        task = make_sample(number, size, num_tables=tables, batch_size=batch).task
-        if size not in trained:
-            trained[size] = planners_of(profile, task, args.planners)
-        plans = plans_of(task, profile, trained[size])
-        known[key] = Case(number=number, tables=tables, batch=batch, plans=plans).tree()
-        print(f"planned {key}: {len(plans)} plans", flush=True)
-        if path is not None:
-            path.write_text(json.dumps(known))
-    return known
+    cases: list[Case] = []
+    planners = None
+    for number in range(args.tasks):
+        tables = counts[number % len(counts)]
+        task = make_sample(number, size, num_tables=tables, batch_size=STEPS_BATCH).task
+        planners = planners or planners_of(profile, task, args.planners)
+        plans = plans_of(task, profile, planners)
+        cases.append(Case(number=number, tables=tables, batch=STEPS_BATCH, plans=plans))
+        print(f"planned {tables}x{size} {number}: {len(plans)} plans", flush=True)
+    return cases
 
 
 def run_steps(args: argparse.Namespace) -> None:
     """Measure wall-clock times on ``--ranks`` ranks on this machine."""
-    size = args.ranks
-    counts = args.tables or STEPS_TABLES
-    cells = [(counts[n % len(counts)], size, n) for n in range(args.tasks)]
-    args.batch = STEPS_BATCH
-    known = planned(args, cells)
-    if args.plan_only:
-        return
+    size, cases = args.ranks, planned(args)
     where = args.link or "loopback"
     suffix = "" if size == 2 else f"_{size}_ranks"
     kind = "steps" if args.tables is None else "job"
     results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
-    cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
     measured = measured_cases(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
-    elsewhere = load(Path(args.elsewhere)) if args.elsewhere else None
-    if elsewhere is not None and args.link:
-        elsewhere = with_link(elsewhere, *link_of(args.link))
     rows: list[dict[str, Any]] = []
-    for case, result in zip(cases, measured, strict=True):
-        names = [names[0] for names in case.distinct().values()]
-        times = dict(zip(names, result["rounds"], strict=True))
+    for case, times in zip(cases, measured, strict=True):
         row = compared(case, times)
-        if elsewhere is not None:
-            row |= predicted_elsewhere(crowded(elsewhere, size), case, size, row["plans"])
         rows.append(row)
         results.add(
             benchmark=kind,
@@ -138,41 +93,30 @@ def run_steps(args: argparse.Namespace) -> None:
     results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **summary(rows))
 
 
-def predicted_elsewhere(
-    profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the prediction errors for each plan, using a calibration for another number of ranks
-    or another link.
-    """
-    cost = TaskCost(profile, case.task(size))
-    names = [names[0] for names in case.distinct().values()]
-    predicted = {name: cost.predict(case.plans[name][0]).step_ms for name in names}
-    clock = [plans[name]["ms"] for name in names]
-    errors = [predicted[name] / ms - 1 for name, ms in zip(names, clock, strict=True)]
-    return {
-        "elsewhere": {
-            "ms": {name: round(ms, 3) for name, ms in predicted.items()},
-            "median_error": round(statistics.median(errors), 4),
-            "median_absolute_error": round(statistics.median(map(abs, errors)), 4),
-            "spearman": spearman([predicted[name] for name in names], clock),
-        }
-    }
-
-
 def measured_cases(
     cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return the workers' times for each case, with plans in the order of ``Case.distinct``."""
+) -> list[dict[str, list[float]]]:
+    """Return {plan: ms in each round} for each case, in which equal plans have one of their
+    names.
+    """
+    distinct = [case.distinct() for case in cases]
     with tempfile.TemporaryDirectory() as folder:
         tasks_file, times_file = Path(folder, "tasks.json"), Path(folder, "times.json")
         tasks = [
-            {**case.tree(), "plans": [json.loads(text) for text in case.distinct()]}
-            for case in cases
-        ]
+            {
+                "number": case.number, "num_tables": case.tables, "batch_size": case.batch,
+                "giant": case.giant, "plans": [json.loads(text) for text in plans],
+            }
+            for case, plans in zip(cases, distinct, strict=True)
+        ]  # fmt: skip
         tasks_file.write_text(json.dumps(tasks))
         files = ["--tasks", str(tasks_file), "--output", str(times_file)]
         start_ranks("benchmarks.planner_worker", size, [*files, *words], link=link)
-        return json.loads(times_file.read_text())
+        rounds = json.loads(times_file.read_text())
+    return [
+        {names[0]: ms for names, ms in zip(plans.values(), of_case, strict=True)}
+        for plans, of_case in zip(distinct, rounds, strict=True)
+    ]
 
 
 def best_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -252,21 +196,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if np.isfinite(half):
             planners[name]["interval"] = [round(low, 4), round(high, 4)]
     closed = {name: gap_closed(rows, name) for name in (OURS[0], *best_of(())) if name in names}
-    means = ("auto_over_fastest", "spearman_predicted")
-    elsewhere = [row["elsewhere"] for row in rows if "elsewhere" in row]
-    keys = ("median_error", "median_absolute_error", "spearman")
     return {
         "planners": planners,
         "gap_from_the_best_greedy_closed": closed,
-        "elsewhere": {
-            key: round(statistics.mean(errors[key] for errors in elsewhere), 4)
-            for key in keys
-            if elsewhere
-        },
         **{
             key: round(statistics.mean(row[key] for row in rows), 3)
-            for key in means
-            if key in rows[0]
+            for key in ("auto_over_fastest", "spearman_predicted")
         },
     }
 

@@ -45,10 +45,9 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
     )
     print(f"task {number}: {len(case.distinct())} plans", flush=True)
     words = ["--seconds", str(args.seconds), "--cores", *map(str, CORES)]
-    (result,) = measured_cases([case], len(CORES), None, words)
-    names = [names[0] for names in case.distinct().values()]
-    row = compared(case, dict(zip(names, result["rounds"], strict=True)))
-    errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in names]
+    (times,) = measured_cases([case], len(CORES), None, words)
+    row = compared(case, times)
+    errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in times]
     error = round(statistics.median(errors), 4)
     return {"number": number, "tables": tables, "batch": BATCH, "step_error": error, **row}
 

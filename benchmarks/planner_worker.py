@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,21 +44,15 @@ def work(args: argparse.Namespace) -> None:
     """Measure all tasks, one after another."""
     torch.set_num_threads(1)
     tasks = json.loads(Path(args.tasks).read_text())
-    results: list[dict[str, Any]] = []
+    results: list[list[list[float]]] = []
     with World.start("cpu") as world:
         boxing = Boxing(world)
         for task in tasks:
-            sample = make_sample(
-                task["number"],
-                world.size,
-                num_tables=task["tables"],
-                batch_size=task["batch"],
-                giant=task["giant"],
-            )
-            plans = [plan_of_tree(tree) for tree in task["plans"]]
+            plans = [plan_of_tree(tree) for tree in task.pop("plans")]
+            sample = make_sample(world_size=world.size, **task)
             batches = draw_batches(sample, world.rank, 2, world.device)
             trainers = [make_trainer(boxing, sample.task, plan, sample.hidden) for plan in plans]
-            results.append({"rounds": _rounds(boxing, trainers, batches, args.seconds)})
+            results.append(_rounds(boxing, trainers, batches, args.seconds))
         if world.rank == 0:
             Path(args.output).write_text(json.dumps(results))
 
@@ -145,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", required=True)
     parser.add_argument(
-        "--tasks", help="a JSON file with each task's number, tables, batch and plans"
+        "--tasks", help="a JSON file with each task's plans and the arguments of ``make_sample``"
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds of rounds per task")
     parser.add_argument("--output")

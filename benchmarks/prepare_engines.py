@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.data import own_bytes
+from benchmarks.proc import status_bytes
 from benchmarks.record import Results
 from sbpflow.data import load_manifest
 from sbpflow.data.engine_backends import ENGINES
@@ -73,7 +73,7 @@ def cost_of(command: list[str]) -> Cost:
         while born := {p for p, (parent, _) in processes.items() if parent in family} - family:
             family |= born
         seconds |= {p: cpu for p, (_, cpu) in processes.items() if p in family}
-        memory = max(memory, sum(own_bytes(p) for p in processes.keys() & family))
+        memory = max(memory, sum(status_bytes("RssAnon", p) for p in processes.keys() & family))
         time.sleep(_POLL_S)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)

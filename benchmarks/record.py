@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sbpflow.runtime.compute.cpu import cpu_name
+from sbpflow.runtime.compute.versions import dist_version
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
@@ -41,9 +41,9 @@ def provenance() -> dict[str, Any]:
         "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if cuda
         else None,
-        "cores": len(_cores()),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := dist_version(name))},
         "commit": _command("git", "rev-parse", "--short", "HEAD"),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -80,18 +80,6 @@ class Results:
         if self._recorded:
             self._lines.append(json.dumps({**values, **self._provenance}))
             self.path.write_text("".join(line + "\n" for line in self._lines))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cores() -> set[int]:
-
-    return os.sched_getaffinity(0)
 
 
 def _command(*words: str) -> str | None:

@@ -12,18 +12,16 @@ with one thread per rank.
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.click_model import SHAPES, Shape, make_batches
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
 from sbpflow.runtime.ranks.world import World
 
@@ -167,13 +165,11 @@ def work(args: argparse.Namespace) -> None:
             medians = {name: statistics.median(series) for name, series in values.items()}
             limit = limit_ms(medians, counts, shape)
             record = {"rates": medians, "counts": counts, "limit": limit}
-            Path(args.output).write_text(json.dumps(record))
+            args.output.write_text(json.dumps(record))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--hidden", type=int, default=SHAPES["usual"].hidden)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=7)
@@ -182,12 +178,7 @@ def main() -> None:
         work(args)
         return
     results = Results("roofline", recorded=args.hidden == SHAPES["usual"].hidden)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "roofline.json"
-        words = ["--hidden", str(args.hidden), "--steps", str(args.steps)]
-        words += ["--repeats", str(args.repeats), "--output", str(output)]
-        start_ranks("benchmarks.roofline", 2, words, link=None)
-        record = json.loads(output.read_text())
+    record = result_of_ranks("benchmarks.roofline", 2, link=None)
     rates, limit = record["rates"], sum(record["limit"].values())
     for name, value in rates.items():
         results.add(benchmark="roofline_rate", name=name, value=round(value, 2))

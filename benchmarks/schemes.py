@@ -13,30 +13,20 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.network import start_ranks
+from benchmarks.engine import Shape, tables_of
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
-from benchmarks.stages import Shape, make_shape
+from benchmarks.stages import make_ids, make_shape, ranked_plans
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.table_layouts import resolve_table_layouts
-from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
-from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.storage.measure import spread_of
-from sbpflow.run.planning.auto_scheme import Candidate, Rules, candidates, rank_candidates
 from sbpflow.runtime.ranks.topology import Link, Topology
 from sbpflow.runtime.ranks.world import World
-from sbpflow.sbp.placement import Placement
 
 BATCH = 4096
 TASKS = ("even", "dcnv2", "t180", "t510", *(f"random{n}" for n in range(10)))
@@ -55,48 +45,7 @@ def task(name: str) -> Shape:
         rows = np.exp(random.uniform(2, 13, count)).astype(int).tolist()
         dims = [int(random.choice([8, 16, 32, 64]))] * count
         hotness = np.clip(random.geometric(0.4, count), 1, 20).tolist()
-    tables = [
-        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=d)
-        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
-    ]
-    return tables, [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
-
-
-def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
-    """Return all plans, starting with the plan with the lowest price."""
-    tables, features = shape
-    shapes = {table.name: table.shape for table in tables}
-
-    def plan(rules: Rules) -> EmbeddingPlan:
-        schemes = {"auto": rules}
-        parallel = ParallelConfig(scheme="auto")
-        return plan_embeddings(
-            [OutputConfig(name="deep", tables=tuple(tables))],
-            resolve_table_layouts(parallel, shapes, schemes, world.size),
-            features=features,
-            optimizer=sparse_optimizer("rowwise_adagrad", lr=0.05),
-            dtype=torch.float32,
-            world=world,
-            backend="gloo",
-            batch_size=BATCH,
-        )
-
-    rules = candidates(tables, features, world.size, BATCH)
-    topology = Topology.one_host(world.size).with_link(gb_per_s)
-    return rank_candidates(rules, plan, batch_size=BATCH, topology=topology)
-
-
-def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
-    """Return ids ([samples, columns]) with the skew that the price assumes."""
-    tables, features = shape
-    random = np.random.default_rng(rank)
-    columns = [
-        (random.random((samples, f.hotness)) ** 3 * t.num_rows).astype(np.int64)
-        * spread_of(t.num_rows)
-        % t.num_rows
-        for t, f in zip(tables, features, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(columns, 1).astype(np.int32))
+    return tables_of(rows, dims, hotness)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -104,11 +53,12 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     shape = task(args.tasks[0])
     with World.start("cpu") as world:
-        plans = ranked(shape, Placement.line("cpu", world.size), GB_PER_S[args.link])
+        topology = Topology.one_host(world.size).with_link(GB_PER_S[args.link])
+        plans = ranked_plans(shape, BATCH, topology)
         if not args.all:
             plans = plans[:1] + [plan for plan in plans[1:] if plan.name.startswith("all ")]
         boxing = Boxing(world)
-        ids = make_ids(shape, BATCH // world.size, world.rank)
+        ids = make_ids(shape, BATCH // world.size, world.rank, skew=3)  # as the price assumes
         made = [EmbeddingCollection(one.plan, boxing, seed=1) for one in plans]
         times: list[list[float]] = [[] for _ in made]
         busy: list[list[float]] = [[] for _ in made]
@@ -137,13 +87,11 @@ def work(args: argparse.Namespace) -> None:
                 }
                 for one, ms, cpu in zip(plans, times, least.tolist(), strict=True)
             ]
-            Path(args.output).write_text(json.dumps(found))
+            args.output.write_text(json.dumps(found))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--link", choices=["1gbit"])
     parser.add_argument("--all", action="store_true", help="add mixtures")
@@ -155,13 +103,7 @@ def main() -> None:
         return
     for name in args.tasks:
         results = Results(f"schemes_{args.link or 'loopback'}", f"schemes {name}")
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "times.json"
-            words = ["--tasks", name, "--steps", str(args.steps), "--repeats", str(args.repeats)]
-            words += ["--output", str(output)] + (["--link", args.link] if args.link else [])
-            words += ["--all"] if args.all else []
-            start_ranks("benchmarks.schemes", 2, words, link=args.link)
-            record = json.loads(output.read_text())
+        record = result_of_ranks("benchmarks.schemes", 2, "--tasks", name, link=args.link)
         best = min(record, key=lambda one: one["ms"])
         results.add(
             task=name,

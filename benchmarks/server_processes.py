@@ -4,13 +4,15 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.network import free_port
+from benchmarks.proc import cpu_s
 
 ROOT = Path(__file__).parents[1]
 START_S = 60.0
@@ -35,11 +37,7 @@ class RunningServers(NamedTuple):
 
     def cpu_s(self) -> float:
         """Return the CPU time of all servers."""
-        ticks = 0
-        for pid in self.pids:
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(stat[11]) + int(stat[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(map(cpu_s, self.pids))
 
 
 class ServerProcesses:
@@ -63,12 +61,9 @@ class ServerProcesses:
     @classmethod
     def on_loopback(cls, folder: Path, count: int) -> "ServerProcesses":
         """Start servers on free ports."""
-        ports: list[int] = []
+        ports: set[int] = set()
         while len(ports) < count:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                ports.append(free.getsockname()[1])
-            ports = list(dict.fromkeys(ports))
+            ports.add(free_port())
         return cls(folder, [f"127.0.0.1:{port}" for port in ports], [[]] * count)
 
     def rule(self, cache: str, used: Sequence[int] | None = None) -> str:

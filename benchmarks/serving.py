@@ -30,9 +30,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cpu_criteo import run
+from benchmarks.proc import cpu_s
 from benchmarks.record import Results
 from benchmarks.serving_load import Answers, LoadProcess, load, request
-from benchmarks.serving_tools import Chain, cpu_ms, memory_mb, name_of, serving
+from benchmarks.serving_tools import Chain, memory_mb, name_of, serving
 from sbpflow.serving.bodies import JSON, TEXT
 from sbpflow.serving.scorer import Model
 from sbpflow.serving.scorer import load as load_bundle
@@ -130,9 +131,9 @@ def _mean_cpu(
     port: int, pid: int, requests: list[bytes], seconds: float, connections: int = 1
 ) -> dict[str, float]:
     load(port, requests, 0.5, connections)  # warm-up
-    start = cpu_ms(pid)
+    start = cpu_s(pid)
     answers = load(port, requests, seconds, connections)
-    used, count = cpu_ms(pid) - start, len(answers.latency)
+    used, count = 1e3 * (cpu_s(pid) - start), len(answers.latency)
     assert {status for _, _, status, _ in answers.bodies} == {200}
     return {
         "requests": count,

@@ -25,15 +25,14 @@ class Answers:
     """The answers that the server sent during a load.
 
     ``bodies`` counts the answers by (request, version header, status, body). For each answer,
-    ``latency`` contains the seconds, ``at`` the end time (``time.time``), and ``request`` the
-    request. ``first`` contains the end time of the first answer of each version. ``lost`` contains
-    (time, request) for each request whose connection ended without an answer.
+    ``latency`` contains the seconds, and ``at`` the end time (``time.time``). ``first`` contains
+    the end time of the first answer of each version. ``lost`` contains (time, request) for each
+    request whose connection ended without an answer.
     """
 
     bodies: dict[tuple[int, str, int, bytes], int] = field(default_factory=dict)
     latency: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     at: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    request: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     first: dict[str, float] = field(default_factory=dict[str, float])
     lost: list[tuple[float, int]] = field(default_factory=list)
 
@@ -91,7 +90,7 @@ class _Client:
         self._selector = selectors.DefaultSelector()
         self._order: Iterator[int] = (number % len(requests) for number in count())
         self._answers = Answers()
-        self._rows: list[tuple[float, float, int]] = []
+        self._rows: list[tuple[float, float]] = []
         self._idle: list[_Connection] = []
         self._sent = 0
 
@@ -110,9 +109,8 @@ class _Client:
             waiting, self._idle = self._idle, []
             for connection in waiting:
                 self._next(connection)
-        columns = np.array(self._rows, dtype=np.float64).reshape(-1, 3)
+        columns = np.array(self._rows, dtype=np.float64).reshape(-1, 2)
         self._answers.at, self._answers.latency = columns[:, 0], columns[:, 1]
-        self._answers.request = columns[:, 2].astype(np.int32)
         return self._answers
 
     def _next(self, connection: _Connection) -> None:
@@ -184,7 +182,7 @@ class _Client:
         *, closed: bool,
     ) -> None:  # fmt: skip
         at, now = time.time(), time.perf_counter()
-        self._rows.append((at, now - connection.started, connection.number))
+        self._rows.append((at, now - connection.started))
         version = headers.get(b"x-model-version", b"").decode()
         self._answers.first.setdefault(version, at)
         key = connection.number, version, status, body

@@ -24,7 +24,6 @@ from sbpflow.serving.scorer import Model, file_digest, load
 
 ROOT = Path(__file__).resolve().parents[1]
 Body = bytes | str | Iterator[bytes] | None
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Answer(NamedTuple):
@@ -186,12 +185,6 @@ class Chain:
         table = self.model.content["tables"][name]
         rows = torch.arange(table["first"], table["first"] + table["rows"])
         return self.model.stores[table["store"]].gather(rows)
-
-
-def cpu_ms(pid: int) -> float:
-    """Return the CPU time in ms of a process and its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1000 / _TICKS
 
 
 def memory_mb(pid: int) -> dict[str, float]:

@@ -12,11 +12,9 @@ the step. An omitted stage returns zeros, so only the times of such a run are me
 import argparse
 import json
 import statistics
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -24,26 +22,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.engine import many_tables
-from benchmarks.network import start_ranks
+from benchmarks.click_model import MLPERF_HOTNESS
+from benchmarks.engine import Shape, many_tables, plan_tables, tables_of
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
+from benchmarks.vs_torchrec import in_turns
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.config.table_layouts import resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.all_to_all import RowTransfer
-from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.id_statistics import IdFrequencies
-from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
-from sbpflow.embedding.rules.registry import sparse_optimizer
+from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.storage.measure import spread_of
 from sbpflow.models.layered import LayeredPart
 from sbpflow.models.layers import MlpShape
 from sbpflow.models.wdl import WdlConfig, WdlSpec
 from sbpflow.run.model.spec import make_parameters
-from sbpflow.run.planning.auto_scheme import Rules, candidates, rank_candidates
+from sbpflow.run.planning.auto_scheme import Candidate, Rules, candidates, rank_candidates
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
@@ -54,15 +53,12 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule
 from sbpflow.training.trainer import Trainer
 
-Shape = tuple[list[TableConfig], list[FeatureConfig]]
 STAGES = ("serial, S(0) reduce", "+ overlap", "+ layout per table", "+ unique rows")
 PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
-OPTIMIZER = sparse_optimizer("rowwise_adagrad", lr=0.05)
-# For each table of MLPerf's DCNv2 (Criteo 1TB, multi-hot), the number of ids per sample, and about
-# 1/100 of the number of rows (more for small tables).
-DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+# For each table of MLPerf's DCNv2 (Criteo 1TB, multi-hot), about 1/100 of the number of rows (more
+# for small tables).
 DCNV2_ROWS = (
     400000, 390, 171, 74, 200, 3, 71, 14, 2, 400000, 30677, 4049, 11, 22, 120, 2, 9, 10, 7,
     400000, 400000, 400000, 5915, 129, 108, 36,
@@ -76,17 +72,13 @@ def make_shape(name: str) -> Shape:
     if name == "t510":
         return many_tables(510)
     if name == "dcnv2":
-        hotness, rows, dims = list(DCNV2_HOTNESS), list(DCNV2_ROWS), [16] * 26
+        hotness, rows, dims = MLPERF_HOTNESS, DCNV2_ROWS, [16] * 26
     else:  # T180: 177 tables with 81.6 ids per sample each, here with a quarter of the ids
         random = np.random.default_rng(180)
-        rows = (np.exp(random.normal(7.0, 1.5, 177)).astype(int) + 2).tolist()
-        hotness = np.clip(random.geometric(4 / 81.6, 177), 1, 80).tolist()
-        dims = random.choice([4, 8, 16, 32], 177).tolist()
-    tables = [
-        TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=int(r), dim=int(d))
-        for n, (r, d) in enumerate(zip(rows, dims, strict=True))
-    ]
-    return tables, [FeatureConfig(name=f"f{n}", hotness=int(h)) for n, h in enumerate(hotness)]
+        rows = np.exp(random.normal(7.0, 1.5, 177)).astype(int) + 2
+        hotness = np.clip(random.geometric(4 / 81.6, 177), 1, 80)
+        dims = random.choice([4, 8, 16, 32], 177)
+    return tables_of(rows, dims, hotness)
 
 
 def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
@@ -113,42 +105,39 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
     return layouts
 
 
-def planned_layouts(
-    shape: Shape, name: str, size: int, gb_per_s: float | None
-) -> dict[str, TableLayout]:
-    """Return layouts in which all tables are whole, or the plan of ``scheme: auto`` for the given
-    id frequencies.
+def ranked_plans(
+    shape: Shape,
+    batch_size: int,
+    topology: Topology,
+    known: Mapping[str, IdFrequencies] | None = None,
+) -> list[Candidate]:
+    """Return the plans that ``scheme: auto`` compares, starting with the plan with the lowest
+    price; ``known`` contains the id frequencies.
     """
     tables, features = shape
-    shapes = {table.name: table.shape for table in tables}
-    known = frequencies_of(shape)
-    everyone = Placement.line("cpu", size)
-    planned_candidates = candidates(tables, features, size, BATCH, known)
-
-    def layouts(rules: Rules) -> dict[str, TableLayout]:
-        return resolve_table_layouts(ParallelConfig(scheme="auto"), shapes, {"auto": rules}, size)
+    shapes, size = {table.name: table.shape for table in tables}, topology.size
+    parallel = ParallelConfig(scheme="auto")
 
     def plan(rules: Rules) -> EmbeddingPlan:
-        return plan_embeddings(
-            [OutputConfig(name="deep", tables=tuple(tables))],
-            layouts(rules),
-            features=features,
-            optimizer=OPTIMIZER,
-            dtype=torch.float32,
-            world=everyone,
-            backend="gloo",
-            batch_size=BATCH,
-        )
+        layouts = resolve_table_layouts(parallel, shapes, {"auto": rules}, size)
+        return plan_tables(shape, layouts, size, batch_size)
 
-    if name == PLANNED[0]:
-        return layouts(planned_candidates["all whole"])
+    rules = candidates(tables, features, size, batch_size, known)
+    return rank_candidates(rules, plan, batch_size=batch_size, topology=topology, frequencies=known)
+
+
+def plans_of(shape: Shape, size: int, gb_per_s: float | None) -> dict[str, EmbeddingPlan]:
+    """Return the plan of each run."""
     topology = Topology.one_host(size)
     if gb_per_s is not None:
         topology = topology.with_link(gb_per_s)
-    ranked = rank_candidates(
-        planned_candidates, plan, batch_size=BATCH, topology=topology, frequencies=known
-    )
-    return layouts(ranked[0].rules)
+    ranked = ranked_plans(shape, BATCH, topology, frequencies_of(shape))
+    whole = next(one for one in ranked if one.name == "all whole")
+    stages = {
+        name: plan_tables(shape, make_layouts(shape, stage, size), size, BATCH)
+        for stage, name in enumerate(STAGES)
+    }
+    return stages | dict(zip(PLANNED, (whole.plan, ranked[0].plan), strict=True))
 
 
 def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
@@ -156,7 +145,7 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
     two.
     """
     tables, features = shape
-    ids = np.concatenate([make_ids(shape, BATCH, 9, number).numpy() for number in range(8)])
+    ids = np.concatenate([make_ids(shape, BATCH, (9, number)).numpy() for number in range(8)])
     found: dict[str, IdFrequencies] = {}
     column = 0
     for table, feature in zip(tables, features, strict=True):
@@ -200,21 +189,10 @@ class Loop:
     """Trains a CTR model with the tables, as in a run."""
 
     def __init__(
-        self, world: World, shape: Shape, layouts: Mapping[str, TableLayout], schedule: StepSchedule
+        self, world: World, shape: Shape, plan: EmbeddingPlan, schedule: StepSchedule
     ) -> None:
-        tables, features = shape
         boxing, everyone = Boxing(world), Placement.line("cpu", world.size)
-        output = OutputConfig(name="deep", tables=tuple(tables))
-        plan = plan_embeddings(
-            [output],
-            layouts,
-            features=features,
-            optimizer=OPTIMIZER,
-            dtype=torch.float32,
-            world=everyone,
-            backend="gloo",
-            batch_size=BATCH,
-        )
+        (output,) = plan.outputs
         self.tables = EmbeddingCollection(plan, boxing, seed=1)
         spec = WdlSpec(
             outputs=(output,),
@@ -237,8 +215,10 @@ class Loop:
         self.batches = [make_rows(shape, world, number) for number in range(4)]
         self._place = 0
 
-    def run(self, steps: int) -> list[float]:
-        self.model.left_out = self.skip == "dense"
+    def run(self, steps: int, skip: str = "") -> list[float]:
+        """Train without the stage ``skip``; return the losses."""
+        self.skip = skip
+        self.model.left_out = skip == "dense"
         batches = [self.batches[(self._place + step) % 4] for step in range(steps)]
         self._place += steps
         return [float(loss) for loss in list(self.trainer.train_on(batches))]
@@ -248,16 +228,18 @@ def make_rows(shape: Shape, world: World, number: int) -> Rows:
     """Return this rank's rows of a batch."""
     samples = BATCH // world.size
     labels = torch.arange(samples).remainder(2).float()
-    ids = make_ids(shape, samples, world.rank, number)
+    ids = make_ids(shape, samples, (world.rank, number))
     return Rows(labels, torch.zeros(samples, 1), ids, BATCH)
 
 
-def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
-    """Return ids ([samples, columns]); frequent ids are spread over the table."""
+def make_ids(shape: Shape, samples: int, seed: int | tuple[int, ...], skew: float = 6) -> Tensor:
+    """Return ids ([samples, columns]): uniform numbers to the power of ``skew``, as numbers of rows
+    by frequency, which are spread over the table.
+    """
     tables, features = shape
-    random = np.random.default_rng((rank, number))
+    random = np.random.default_rng(seed)
     columns = [
-        (random.random((samples, f.hotness)) ** 6 * t.num_rows).astype(np.int64)
+        (random.random((samples, f.hotness)) ** skew * t.num_rows).astype(np.int64)
         * spread_of(t.num_rows)
         % t.num_rows
         for t, f in zip(tables, features, strict=True)
@@ -309,12 +291,10 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     shape = make_shape(args.shape)
     with World.start("cpu") as world:
-        plans = {name: make_layouts(shape, n, world.size) for n, name in enumerate(STAGES)}
-        link = 0.12 if args.link == "1gbit" else None
-        plans |= {name: planned_layouts(shape, name, world.size, link) for name in PLANNED}
+        plans = plans_of(shape, world.size, 0.12 if args.link == "1gbit" else None)
         loops = {
-            name: Loop(world, shape, layouts, SERIAL if name == STAGES[0] else OVERLAPPED)
-            for name, layouts in plans.items()
+            name: Loop(world, shape, plan, SERIAL if name == STAGES[0] else OVERLAPPED)
+            for name, plan in plans.items()
         }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
@@ -323,26 +303,15 @@ def work(args: argparse.Namespace) -> None:
             torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)
-        jobs = [(name, loop, "") for name, loop in loops.items()]
-        jobs += [(f"without {skip}", last, skip) for skip in SKIPS]
-        times: dict[str, list[float]] = {name: [] for name, _, _ in jobs}
-        for repeat in range(args.repeats + 1):
-            for name, loop, skip in jobs:
-                loop.skip = skip
-                world.barrier()
-                start = time.perf_counter()
-                loop.run(args.steps)
-                world.barrier()
-                if repeat:
-                    times[name].append(1e3 * (time.perf_counter() - start) / args.steps)
+        jobs = {name: loop.run for name, loop in loops.items()}
+        jobs |= {f"without {skip}": partial(last.run, skip=skip) for skip in SKIPS}
+        times, _ = in_turns(world, jobs, args.steps, args.repeats)
         if world.rank == 0:
-            Path(args.output).write_text(json.dumps(times))
+            args.output.write_text(json.dumps(times))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--shape", default="dcnv2", choices=["dcnv2", "t180", "t510"])
     parser.add_argument("--link")
     parser.add_argument("--steps", type=int, default=8)
@@ -351,12 +320,7 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        words = ["--shape", args.shape, "--steps", str(args.steps), "--output", str(output)]
-        words += ["--repeats", str(args.repeats), *(["--link", args.link] if args.link else [])]
-        start_ranks("benchmarks.stages", 2, words, link=args.link)
-        times = json.loads(output.read_text())
+    times = result_of_ranks("benchmarks.stages", 2, link=args.link)
     results = Results(f"stages_{args.shape}_{args.link or 'loopback'}")
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, value in medians.items():

@@ -17,17 +17,15 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.click_model import EARLY, HOTNESS, LATE, SHAPES, make_batches
-from benchmarks.network import start_ranks
+from benchmarks.network import ranks_parser, result_of_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
 from sbpflow.runtime.ranks.world import World
@@ -78,13 +76,11 @@ def work(args: argparse.Namespace) -> None:
             alone = OneProcess(shape, world.size, seed=SEED, bound=INITIAL_RANGE)
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
-        apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))
-        if apart > LOSS_TOLERANCE[args.wire]:
-            raise SystemExit(f"losses differ by {apart}: TorchRec {mean}, sbpflow {mine}")
+        apart = _apart("TorchRec", mean, mine, args.wire)
         if ddp is not None:
-            _check_losses(_mean_over_ranks(ddp.plain(LOSS_STEPS)), mine, args.wire)
+            _apart("plain torch", _mean_over_ranks(ddp.plain(LOSS_STEPS)), mine, args.wire)
         if alone is not None:
-            _check_losses(alone.plain(LOSS_STEPS), mine, args.wire)
+            _apart("plain torch", alone.plain(LOSS_STEPS), mine, args.wire)
         loops: dict[str, Callable[[int], object]] = {
             "torchrec plain": peer.plain,
             "torchrec pipelined": peer.pipelined,
@@ -98,14 +94,14 @@ def work(args: argparse.Namespace) -> None:
         if args.model != "wdl":
             loops["torchrec, dense part alone"] = peer.dense_alone
             loops["sbpflow, dense part alone"] = ours.dense_alone
-        times, cpu = _in_turns(world, loops, args.steps, args.repeats)
+        times, cpu = in_turns(world, loops, args.steps, args.repeats)
         if world.rank == 0:
             found = {"apart": apart, "times": times, "cpu": cpu}
             found |= {"predicted_ms": ours.predicted_ms, "tables": ours.layouts}
-            Path(args.output).write_text(json.dumps(found))
+            args.output.write_text(json.dumps(found))
 
 
-def _in_turns(
+def in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return wall-clock ms and this process's CPU ms per step: for each loop, one value per repeat
@@ -124,10 +120,12 @@ def _in_turns(
     return times, cpu
 
 
-def _check_losses(plain: list[float], mine: list[float], wire: str) -> None:
-    """Raise SystemExit if the losses of plain torch and of sbpflow differ."""
-    if max(abs(a - b) for a, b in zip(plain, mine, strict=True)) > LOSS_TOLERANCE[wire]:
-        raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
+def _apart(system: str, losses: list[float], ours: list[float], wire: str) -> float:
+    """Return the largest difference of the losses; raise SystemExit if it is too large."""
+    apart = max(abs(a - b) for a, b in zip(losses, ours, strict=True))
+    if apart > LOSS_TOLERANCE[wire]:
+        raise SystemExit(f"losses differ by {apart}: {system} {losses}, sbpflow {ours}")
+    return apart
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
@@ -139,24 +137,12 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     """Start the ranks for one precision and report the results."""
     load = round(os.getloadavg()[0], 1)  # mean number of runnable processes in the last minute
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
-        words += ["--layout", args.layout, "--hot", args.hot, "--kernel", args.kernel]
-        words += ["--output", str(output), "--model", args.model, "--shape", args.shape]
-        words += ["--compare", *args.compare]
-        words += ["--profile", args.profile] if args.profile else []
-        words += ["--ddp"] if args.ddp and wire == "float32" else []
-        start_ranks("benchmarks.vs_torchrec", args.ranks, words, link=args.link)
-        record = json.loads(output.read_text())
+    record = result_of_ranks("benchmarks.vs_torchrec", args.ranks, "--wire", wire, link=args.link)
     ranks, rows = args.ranks, SHAPES[args.shape].rows_per_rank
     medians = {name: statistics.median(values) for name, values in record["times"].items()}
     peers = {name: medians[name] for name in ("torchrec plain", "torchrec pipelined")}
     faster = min(peers, key=peers.__getitem__)
-    pairs = sorted(
-        theirs / mine
-        for theirs, mine in zip(record["times"][faster], record["times"]["sbpflow"], strict=True)
-    )
+    times_faster, *spread = _times_faster(record["times"][faster], record["times"]["sbpflow"])
     for name, value in medians.items():
         results.add(
             benchmark="vs_torchrec",
@@ -185,8 +171,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         layout=args.layout,
         kernel=args.kernel,
         against=faster,
-        times_faster=round(statistics.median(pairs), 2),
-        spread=[round(pairs[0], 2), round(pairs[-1], 2)],
+        times_faster=round(times_faster, 2),
+        spread=[round(ratio, 2) for ratio in spread],
         # How much faster lookups, transfers, and updates are: the dense part's time is subtracted.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
@@ -195,8 +181,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         tables=record["tables"],
         predicted_ms=record["predicted_ms"],
         beside={
-            name: _times_faster(record["times"][name], record["times"]["sbpflow"])
-            for name in record["times"]
+            name: [round(ratio, 3) for ratio in _times_faster(times, record["times"]["sbpflow"])]
+            for name, times in record["times"].items()
             if name.startswith(("sbpflow, ", "plain torch")) and not name.endswith("alone")
         },
         load=load,
@@ -206,13 +192,11 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
 def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
     """Return the median, the minimum, and the maximum ratio of paired runs."""
     pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
-    return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
+    return [statistics.median(pairs), pairs[0], pairs[-1]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link")
     parser.add_argument("--wire", nargs="+", default=["float32", "bfloat16"])
@@ -234,7 +218,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     if args.worker:
-        args.wire = args.wire[0]
+        (args.wire,) = args.wire
+        args.ddp = args.ddp and args.wire == "float32"
         work(args)
         return
     where = args.link or "loopback"

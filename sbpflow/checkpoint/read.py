@@ -93,8 +93,7 @@ def _open_previous(
         before = _opened(path, earlier, known)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} is a delta that needs {path}; {error}") from error
-    number = 1 if before.previous is None else before.previous.number + 1
-    if (digest, number) != (previous.sha256, previous.number):
+    if (digest, before.chain_length) != (previous.sha256, previous.number):
         raise CheckpointError(
             f"{folder} is a delta, but {path} is not the checkpoint that it continues; restore "
             "that checkpoint, or use another one"

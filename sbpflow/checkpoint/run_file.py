@@ -3,7 +3,6 @@
 This file decides whether a run resumes or starts over, so even a single changed byte is an error.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from sbpflow.checkpoint.folder import sync_path, write_synced
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.files.json_file import object_of, parse_json, read_text, why_not
+from sbpflow.runtime.files.json_file import json_digest, object_of, parse_json, read_text, why_not
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 RUN_FILE = "run.json"
@@ -72,8 +71,7 @@ def _content(facts: RunFacts) -> dict[str, Any]:
 
 def _to_text(facts: RunFacts) -> str:
     content = _content(facts)
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    head = {"format": FORMAT, "version": VERSION, "sha256": digest}
+    head = {"format": FORMAT, "version": VERSION, "sha256": json_digest(content)}
     return json.dumps({**head, "content": content}) + "\n"
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.peer_torchrec_planner import machine
-from benchmarks.planner_embark import EMBARK, embark_task
 from sbpflow.errors import ConfigError
 from sbpflow.planner.clusters import described
 from sbpflow.planner.costs.cost import TaskCost
@@ -317,15 +316,6 @@ def test_the_pool_has_the_published_sums_and_its_halves_share_no_table():
     assert total == pytest.approx(POOL_LOOKUPS, rel=0.01)
     assert not set(split_pool(held_out=True)) & set(split_pool(held_out=False))
     assert len(tables) == 856
-
-
-def test_embark_workloads_have_the_published_sizes():
-    counts = {name: len(embark_task(name, world_size=2).tables) for name in EMBARK}
-    assert counts == {"dcnv2": 26, "t180": 177, "t200": 200, "t510": 510}
-    gigabytes = sum(4e-9 * t.num_rows * t.dim for t in embark_task("t200", world_size=2).tables)
-    assert gigabytes == pytest.approx(415, rel=0.01)
-    with pytest.raises(ConfigError, match="t99"):
-        embark_task("t99", world_size=2)
 
 
 def test_an_alternative_fits_if_the_plan_fits():

@@ -6,7 +6,6 @@ from itertools import combinations, permutations, product
 import numpy as np
 import pytest
 
-from benchmarks.planner_optimum import enumerated
 from benchmarks.planner_plans import make_sample
 from sbpflow.errors import PlanError
 from sbpflow.planner.clusters import described, link_of, with_link
@@ -24,6 +23,7 @@ from sbpflow.planner.search.seeds import homogeneous
 from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import Shape
 from sbpflow.planner.workloads import random_task
+from tests.planner.optimum import enumerated
 from tests.planner.problems import (
     GROUPS,
     KEY_LOADS,

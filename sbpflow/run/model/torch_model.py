@@ -30,14 +30,20 @@ from sbpflow.run.model.global_norm import (
     plain_name,
     replace_norms,
 )
-from sbpflow.run.model.spec import HashedColumn, ParameterSpec, check_buffers, schemes_of
+from sbpflow.run.model.spec import (
+    HashedColumn,
+    ParameterSpec,
+    check_buffers,
+    make_parameters,
+    schemes_of,
+)
 from sbpflow.runtime.compute.compiler import keep_compiled_privately
 from sbpflow.runtime.random.draws import seeded
 from sbpflow.runtime.random.streams import stream_key
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast
-from sbpflow.tensor.global_tensor import GlobalTensor, parameter
+from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.health import check_initial
 
 LOOKED_AT = 3  # buffer values are compared for this many batches
@@ -303,15 +309,7 @@ class ShapesOnly:
     ) -> None:
         self._calls = calls
         self.buffers: dict[str, GlobalTensor] = {}
-        self.parameters = {
-            name: parameter(
-                torch.zeros(spec.shape, dtype=dtype, device=boxing.world.device),
-                layouts[name],
-                spec.shape,
-                boxing,
-            )
-            for name, spec in specs.items()
-        }
+        self.parameters = make_parameters(specs, layouts, boxing, seed=0, dtype=dtype)
 
     def forward(
         self,

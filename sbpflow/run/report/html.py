@@ -42,7 +42,9 @@ def html_row(charts: Sequence[str]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text cells that scrolls on narrow pages."""
+    """Return a table of text cells that scrolls on narrow pages, or "" without rows."""
+    if not rows:
+        return ""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows

@@ -186,7 +186,7 @@ def _slices(run: Run) -> str:
         for event in run.last("slice", split)
     ]
     header = [f"{split}: column", "id", "rows", "AUC", "logloss", "calibration"]
-    return html_table(header, rows) if rows else ""
+    return html_table(header, rows)
 
 
 def _growth(run: Run) -> str:
@@ -227,9 +227,7 @@ def _layouts(run: Run) -> str:
         ]
         for table in run.plan.get("tables", ())
     ]
-    return (
-        html_table(["table", "rows", "dim", "layout", "exchange", "kernel"], rows) if rows else ""
-    )
+    return html_table(["table", "rows", "dim", "layout", "exchange", "kernel"], rows)
 
 
 def _transfers(run: Run) -> str:
@@ -264,7 +262,7 @@ def _memory(run: Run) -> str:
         for rank, peak in zip(ranks, peaks, strict=False)
     ]
     header = ["rank", "tables, planned", "their state", "dense part", "peak of the process"]
-    return html_table(header, rows) if rows else ""
+    return html_table(header, rows)
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -274,7 +272,7 @@ def _differences(runs: Sequence[Run]) -> str:
         for key in keys
         if len({run.settings.get(key, "-") for run in runs}) > 1
     ]
-    return html_table(["key", *(run.name for run in runs)], rows) if rows else ""
+    return html_table(["key", *(run.name for run in runs)], rows)
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:

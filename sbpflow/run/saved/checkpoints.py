@@ -204,8 +204,8 @@ def _continued(folder: AnyPath, resumed: Resumed) -> Previous | None:
     if not resumed.decision.resumes or not resumed.start.step:
         return None
     checkpoint = checked(step_folder(folder, resumed.start.step))
-    number = 1 if checkpoint.previous is None else checkpoint.previous.number + 1
-    return Previous(step=checkpoint.step, sha256=digest_of(checkpoint.index), number=number)
+    digest, number = digest_of(checkpoint.index), checkpoint.chain_length
+    return Previous(step=checkpoint.step, sha256=digest, number=number)
 
 
 def lock_given_folder(config: Config, boxing: Boxing) -> RunLock | None:
