@@ -2,8 +2,8 @@
 
 Rows are sampled in fixed blocks with separate random streams, so that a row depends only on the
 seed and its number. The structure (columns that determine other columns, shared masks, tails,
-correlated integers) was measured on the Kaggle data. ``criteo_profile.json`` contains the
-measurements, and the tails that benchmarks/fit_tails.py at commit 813abcdc fitted to them.
+correlated integers) was measured on the Kaggle data; ``criteo_profile.json`` contains the
+measurements.
 """
 
 import heapq
