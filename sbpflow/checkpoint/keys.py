@@ -5,7 +5,7 @@ so the number of a row may change from one checkpoint to the next. A delta conta
 only the changed rows; all other rows are found by key in the previous checkpoint.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,12 +70,12 @@ class Addresses:
         """Look up ``addresses``, which must be ascending. For each one, return the number of the
         key with this address, and whether such a key exists.
         """
-        if not addresses.numel():
-            return addresses, addresses.bool()
-        start, stop = self._below(int(addresses[0])), self._below(int(addresses[-1]) + 1)
-        if start == stop:
+        if not addresses.numel() or not self.count:
             return torch.zeros_like(addresses), torch.zeros_like(addresses, dtype=torch.bool)
-        own = self.read(slice(start, stop))
+        # Whole blocks, because reading any part of a block verifies all of it.
+        first, last = (self._block_of(int(address)) for address in (addresses[0], addresses[-1]))
+        start = first * _BLOCK_KEYS
+        own = self.read(slice(start, (last + 1) * _BLOCK_KEYS))
         numbers = torch.searchsorted(own, addresses).clamp_(max=own.numel() - 1)
         return numbers + start, own[numbers] == addresses
 
@@ -83,9 +83,13 @@ class Addresses:
         """Return how many addresses are smaller than ``address``."""
         if not self.count:
             return 0
-        blocks = range(-(-self.count // _BLOCK_KEYS))
-        block = max(0, bisect_left(blocks, address, key=self._first) - 1)
+        block = self._block_of(address)
         return block * _BLOCK_KEYS + bisect_left(self._block(block).numpy(), address, key=int)
+
+    def _block_of(self, address: int) -> int:
+        """Return the last block whose first address is not above ``address``, or block 0."""
+        blocks = range(-(-self.count // _BLOCK_KEYS))
+        return max(0, bisect_right(blocks, address, key=self._first) - 1)
 
     def _first(self, block: int) -> int:
         if block not in self._firsts:
@@ -138,8 +142,8 @@ def read_rows(
     if keys is None:
         raise CheckpointError(f"{checkpoint.path}: {name} is not a growing table")
     addresses = checkpoint.addresses(keys).at(rows[rows > 0] - 1)
-    wanted = _Rows(keys, rows, addresses, torch.arange(rows.numel()))
-    _read(checkpoint, name, wanted, columns, target)
+    at = torch.arange(rows.numel())
+    _read(checkpoint, name, _Rows(keys, rows, addresses, at), columns, target)
 
 
 class _Rows(NamedTuple):
@@ -165,43 +169,51 @@ def _selected(wanted: _Rows, mask: Tensor) -> _Rows:
 def _read(
     checkpoint: "Checkpoint", name: str, wanted: _Rows, columns: Place, target: Tensor
 ) -> None:
-    keys, rows, _, at = wanted
-    if not rows.numel():
-        return
-    before = checkpoint.before
-    if before is None:
-        _read_full(checkpoint, name, rows, at, columns, target)
-        return
-    place = replace(columns, row_start=int(rows[0]), row_stop=int(rows[-1]) + 1)
-    left, given = wanted, rows
-    if 2 * rows.numel() < place.num_rows:
-        # Few rows are usually those that deltas have changed, so most of them need not be looked up
-        # in the previous checkpoint.
+    # For each delta, keep only the rows that it contains. With all rows, the memory would be
+    # proportional to the length of the chain.
+    later: list[tuple[Checkpoint, _Rows]] = []
+    while wanted.rows.numel() and (before := checkpoint.before) is not None:
+        rows = wanted.rows
+        place = replace(columns, row_start=int(rows[0]), row_stop=int(rows[-1]) + 1)
         counts = checkpoint.num_changed(name, place, rows)
-        left, given = _selected(wanted, counts < place.width), rows[counts > 0]
-    has_shared = left.rows.numel() - left.addresses.numel()
-    numbers, exist = before.addresses(keys).find(left.addresses)
+        later.append((checkpoint, _selected(wanted, counts > 0)))
+        wanted = _in_previous(
+            checkpoint, before, name, _selected(wanted, counts < place.width), place
+        )
+        checkpoint = before
+    if wanted.rows.numel():
+        _read_full(checkpoint, name, wanted.rows, wanted.at, columns, target)
+    for delta, (_, rows, _, at) in reversed(later):
+        if not rows.numel():
+            continue
+        place = replace(columns, row_start=int(rows[0]), row_stop=int(rows[-1]) + 1)
+        for changed, part, values in delta.changes(name, place):
+            index = torch.searchsorted(rows, changed)
+            is_wanted = rows[index] == changed
+            columns_at = slice(part.start - columns.col_start, part.stop - columns.col_start)
+            _put(target[:, columns_at], at[index[is_wanted]], values[is_wanted])
+
+
+def _in_previous(
+    delta: "Checkpoint", before: "Checkpoint", name: str, wanted: _Rows, columns: Place
+) -> _Rows:
+    """Return those of the rows ``wanted`` whose keys are in the previous checkpoint, as rows of
+    that checkpoint. Raise CheckpointError if the delta lacks values of the other rows.
+    """
+    has_shared = wanted.rows.numel() - wanted.addresses.numel()
+    numbers, exist = before.addresses(wanted.keys).find(wanted.addresses)
     is_old = torch.cat([torch.ones(has_shared, dtype=torch.bool), exist])
-    new = left.rows[~is_old]
-    num_missing = new.numel() * place.width
+    new = wanted.rows[~is_old]
+    num_missing = new.numel() * columns.width
     if num_missing:
-        num_missing -= int(checkpoint.num_changed(name, place, new).sum())
+        num_missing -= int(delta.num_changed(name, columns, new).sum())
     if num_missing:
         raise CheckpointError(
-            f"{checkpoint.path}: {num_missing} values of {name} are missing, and {before.path} "
+            f"{delta.path}: {num_missing} values of {name} are missing, and {before.path} "
             "does not have their keys either; use another checkpoint"
         )
-    old_rows = torch.cat([left.rows[:has_shared], numbers[exist] + 1])
-    old = _Rows(keys, old_rows, left.addresses[exist], left.at[is_old])
-    _read(before, name, old, columns, target)
-    if not given.numel():
-        return
-    place = replace(place, row_start=int(given[0]), row_stop=int(given[-1]) + 1)
-    for changed, part, values in checkpoint.changes(name, place):
-        index = torch.searchsorted(rows, changed)
-        is_wanted = rows[index] == changed
-        columns_at = slice(part.start - columns.col_start, part.stop - columns.col_start)
-        _put(target[:, columns_at], at[index[is_wanted]], values[is_wanted])
+    rows = torch.cat([wanted.rows[:has_shared], numbers[exist] + 1])
+    return _Rows(wanted.keys, rows, wanted.addresses[exist], wanted.at[is_old])
 
 
 def _read_full(

@@ -4,13 +4,13 @@ import argparse
 import logging
 import os
 import re
-import resource
 import socket
 import sys
 import threading
 from collections.abc import Sequence
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.processes.launch import raise_file_limit
 
 _INDEX = re.compile(r"(\d{1,5})/(\d{1,5})")
 _BACKLOG = 1024
@@ -56,7 +56,7 @@ def embedding_server(argv: Sequence[str]) -> int:
     else:
         limit = int(args.memory_gb * 1e9)
     server = make_server(named, limit)
-    _raise_file_limit()
+    raise_file_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
     if args.listener is None:
         listener = _listen(addresses[index], f"{key}.addresses")
@@ -67,14 +67,6 @@ def embedding_server(argv: Sequence[str]) -> int:
         logging.info("server %s listens on %s:%d", args.index, *listener.getsockname()[:2])
         server.serve(listener)
     return 0
-
-
-def _raise_file_limit() -> None:
-    """Allow this process to open as many files as the system permits, because each connection is
-    one.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _index_of(text: str, count: int, key: str) -> int:

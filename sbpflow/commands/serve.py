@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import PathError, local_path
-from sbpflow.runtime.processes.launch import ArgumentParser
+from sbpflow.runtime.processes.launch import ArgumentParser, raise_file_limit
 
 _MOST_SECONDS = 10**9  # the system rejects much longer waits
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -113,6 +113,7 @@ def serve(argv: Sequence[str]) -> int:
         from sbpflow.serving.server import Settings, run_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; run pip install 'sbpflow[serve]'") from error
+    raise_file_limit()
     limits = Limits(body_bytes=args.max_body_bytes, rows=args.max_rows, batch_rows=args.batch_rows)
     return run_server(
         folders,

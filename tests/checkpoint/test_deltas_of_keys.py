@@ -2,6 +2,7 @@
 layout.
 """
 
+import gc
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sbpflow.checkpoint import keys
 from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.format import Previous, digest_of, from_json, to_json
 from sbpflow.checkpoint.keys import key_changes, read_rows
@@ -275,6 +277,37 @@ def test_only_rows_that_a_delta_lacks_are_read_from_earlier_checkpoints(folder, 
         read_rows(delta, name, rows, delta.saved(name).whole, out)
         assert torch.equal(out, wanted[rows])
     assert name not in read
+
+
+def test_the_memory_for_a_chain_does_not_depend_on_its_length(folder, monkeypatch):
+    kept, real = [], keys._read_full
+
+    def read_full(*args):
+        own = (each for each in gc.get_objects() if isinstance(each, keys._Rows))
+        kept.append(sum(each.rows.numel() for each in own))
+        real(*args)
+
+    monkeypatch.setattr(keys, "_read_full", read_full)
+    name = "tables/deep.f"
+    wanted = open_checkpoint(folder / "full" / "step-24").tensor(name)
+    assert torch.equal(open_checkpoint(folder / "deltas" / "step-24").tensor(name), wanted)
+    assert max(kept) <= len(wanted)
+
+
+def test_the_keys_of_a_lookup_are_read_once(folder, monkeypatch):
+    monkeypatch.setattr(keys, "_BLOCK_KEYS", 4)
+    addresses = open_checkpoint(folder / "full" / "step-24").addresses("vocabularies/f/keys")
+    own, read, real = addresses.read(), [], addresses.read
+    numbers = torch.arange(len(own))
+    for _ in range(2):  # the first pass also reads the first address of each block
+        read.clear()
+        for part in numbers.split(7):
+            found, exist = addresses.find(own[part])
+            assert torch.equal(found, part)
+            assert exist.all()
+            assert not addresses.find(own[part] + 1)[1].any()
+        monkeypatch.setattr(addresses, "read", lambda rows: (read.append(rows), real(rows))[1])
+    assert len(read) == 2 * len(numbers.split(7))
 
 
 def test_a_table_whose_rows_do_not_fit_its_keys_is_refused(folder):

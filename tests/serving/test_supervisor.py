@@ -1,12 +1,15 @@
 """Tests that workers are replaced when they die, and end when the supervisor ends."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
+from sbpflow.commands.serve import serve
 from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,3 +121,15 @@ def test_a_worker_that_ignores_the_signal_is_killed():
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert not deadline.over()
         time.sleep(0.05)
+
+
+def test_the_server_opens_as_many_files_as_the_system_permits(tmp_path, monkeypatch):
+    """A worker accepts 1024 connections, so the usual limit of 1024 files is too low."""
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = Mock(side_effect=lambda *_: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    monkeypatch.setattr("sbpflow.serving.server.run_server", limit)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(low, high - 1), high))
+        assert serve([str(tmp_path)]) == high
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))

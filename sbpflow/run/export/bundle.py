@@ -41,7 +41,9 @@ BUNDLE_FILES = re.compile(
     r"model\.(json|safetensors|pt2)|vocabulary\.safetensors|sample\.json|scorer\.py|dense\.(pt2|onnx)"
 )
 """Files of a bundle, with those of ``sbpflow.run.export.forms``"""
-_BLOCK = 1 << 16  # rows copied at a time
+# Rows are copied in blocks of this size. A checkpoint verifies blocks of 8 MiB, so reading a few
+# rows of it and of the deltas in its chain takes as long as reading a block of each.
+_BLOCK_BYTES = 1 << 24
 _SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer")
 
 
@@ -101,8 +103,9 @@ def write_bundle(
     tensors |= {f"dense/{n}": (DTYPE_CODES[v.dtype], list(v.shape)) for n, v in weights.items()}
     with TensorsFile(folder / "model.safetensors", tensors) as out:
         for table in model.plan.tables:
-            for first in range(0, table.num_rows, _BLOCK):
-                rows = range(first, min(first + _BLOCK, table.num_rows))
+            step = max(1, _BLOCK_BYTES // (table.dim * model.plan.row_dtype.itemsize))
+            for first in range(0, table.num_rows, step):
+                rows = range(first, min(first + step, table.num_rows))
                 block = model.read(f"tables/{table.name}", slice(rows.start, rows.stop))
                 stored = to_stored(table.name, block, rows, model.row_format)
                 for suffix, values in stored.items():

@@ -76,7 +76,8 @@ def key_delta(
     removed = key_change.removed.numpy()
     added = saved[key_change.rows[key_change.is_added] - 1].numpy()
     used = served[1][~np.isin(served[0], removed)]
-    free = np.setdiff1d(np.arange(NUM_RESERVED_IDS, min(tables.values()), dtype=np.int32), used)
+    every = np.arange(NUM_RESERVED_IDS, min(tables.values()), dtype=np.int32)
+    free = np.setdiff1d(every, used, assume_unique=True)  # finding unique values is slow
     if len(free) < len(added):
         return None
     entries = (

@@ -190,6 +190,14 @@ def classify(error: BaseException) -> tuple[Reason, int]:
     return Reason("crash", "".join(traceback.format_exception(error))), EXIT_CRASH
 
 
+def raise_file_limit() -> None:
+    """Allow this process to open as many files as the system permits, because each connection of a
+    server is one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def errno_of(error: Exception) -> int:
     """Return the OS error number, or 0 if it is unknown. Polars reports the number only in the
     message, and not always in an OSError.
