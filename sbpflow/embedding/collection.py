@@ -10,7 +10,7 @@ they are split over the batch.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,13 @@ from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.captured import why_not_captured
 from sbpflow.embedding.copies import Copies, copies_of
-from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
+from sbpflow.embedding.exchange.base import (
+    AnyGroup,
+    ExchangeOptions,
+    GroupContext,
+    GroupInFlight,
+    make_group,
+)
 from sbpflow.embedding.exchange.counts import CountsUnderWay
 from sbpflow.embedding.exchange.id_transfer import IdsUnderWay, IdTransfer
 from sbpflow.embedding.exchange.overflow import PaddedGroups
@@ -62,14 +68,13 @@ class EmbeddingCollection:
         stores: StoreFactory = device_store,
         initialize: bool = True,
         compiled: bool = True,
-        **options: Any,  # noqa: ANN401  (fields of ``GroupContext``)
+        options: ExchangeOptions | None = None,
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
         ``kernel`` is the requested kernel or, if the kernels have already been chosen, a mapping
         from table to kernel. ``stores`` creates the row store of each stack. If ``compiled`` is
-        false, ids are read without numba, which takes 0.5 s to load. ``options`` are those of
-        ``GroupContext``, such as ``row_buffer_fraction``.
+        false, ids are read without numba, which takes 0.5 s to load.
         """
         self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
@@ -87,7 +92,7 @@ class EmbeddingCollection:
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
             compiled,
-            **options,
+            options or ExchangeOptions(),
         )
         self._groups: list[AnyGroup] = [make_group(group, boxing, context) for group in plan.groups]
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)

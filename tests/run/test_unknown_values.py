@@ -22,7 +22,7 @@ from sbpflow.config.train_options import ScheduleConfig
 from sbpflow.data.prepare.keys import key_of
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.embedding.cache.records import RECORDS
-from sbpflow.embedding.exchange.base import GroupContext
+from sbpflow.embedding.exchange.base import ExchangeOptions
 from sbpflow.embedding.ids.batch_ids import Bags
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
@@ -79,10 +79,9 @@ def test_every_metric_has_an_entry():
 
 
 def test_options_of_groups_are_keys_with_the_same_defaults():
-    defaults = {option.name: option.default for option in fields(GroupContext)}
-    options = GroupContext.options_of(ParallelConfig())
-    assert options == {name: defaults[name] for name in options}
-    assert "row_buffer_fraction" in options
+    assert ExchangeOptions.of(ParallelConfig()) == ExchangeOptions()
+    config = replace(ParallelConfig(), row_buffer_fraction=0.5)
+    assert ExchangeOptions.of(config) == ExchangeOptions(row_buffer_fraction=0.5)
 
 
 def test_every_kernel_policy_and_storage_kind_has_an_entry():

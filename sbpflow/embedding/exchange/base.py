@@ -22,7 +22,7 @@ batches ahead.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
@@ -102,27 +102,36 @@ class GroupInFlight:
         return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeOptions:
+    """Options of all exchanges; the fields have the names of their keys in ``parallel``.
+
+    On CUDA, ``row_buffer_fraction`` makes training batches send rows in buffers of a fixed size,
+    this fraction of the maximum.
+    """
+
+    row_buffer_fraction: float | None = None
+
+    @staticmethod
+    def of(settings: object) -> "ExchangeOptions":
+        """Read the options from attributes of ``settings``."""
+        names = [field.name for field in fields(ExchangeOptions)]
+        return ExchangeOptions(**{name: getattr(settings, name) for name in names})
+
+
 @dataclass(frozen=True, slots=True)
 class GroupContext:
     """Facts and objects that a collection provides to its groups.
 
     ``columns`` and ``places`` map the columns and lists of the global batch to those that this rank
-    receives. ``compiled`` is passed to ``find_loops``. The fields with a default are options, which
-    have the names of their keys in ``parallel``. On CUDA, ``row_buffer_fraction`` makes training
-    batches send rows in buffers of a fixed size, this fraction of the maximum.
+    receives. ``compiled`` is passed to ``find_loops``.
     """
 
     make_store: MakeStore
     columns: Mapping[int, int]
     places: Mapping[int, int]
     compiled: bool
-    row_buffer_fraction: float | None = None
-
-    @staticmethod
-    def options_of(settings: object) -> dict[str, Any]:
-        """Return the values of the options, which are attributes of ``settings``."""
-        names = (field.name for field in fields(GroupContext) if field.default is not MISSING)
-        return {name: getattr(settings, name) for name in names}
+    options: ExchangeOptions
 
 
 BatchT = TypeVar("BatchT", bound=GroupInFlight)

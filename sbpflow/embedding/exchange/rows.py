@@ -64,7 +64,7 @@ class RowGroup(Group[RowsInFlight]):
     unique over all ranks.
 
     In each batch, a rank requests each row that it needs only once. Training batches use fixed-size
-    buffers if ``GroupContext.row_buffer_fraction`` is set.
+    buffers if ``ExchangeOptions.row_buffer_fraction`` is set.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -93,7 +93,7 @@ class RowGroup(Group[RowsInFlight]):
         self.capacity: Capacity | None = None
         # Overflowing buffers are detected in the id stream, which exists only on CUDA.
         on_cuda = self.world.device.type == "cuda"
-        share = context.row_buffer_fraction
+        share = context.options.row_buffer_fraction
         if share is not None and on_cuda and self._store.kernel.absent is not None:
             self.capacity = Capacity(share, plan)
 

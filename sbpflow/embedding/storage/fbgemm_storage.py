@@ -90,15 +90,35 @@ class FbgemmStorage:
             return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
 
 
-def fbgemm_storage(rows: int, width: int, *, slots: int, **options: Any) -> RowKernel:  # noqa: ANN401
-    """Allocate a block with the arguments of ``TorchStorage``.
+def fbgemm_storage(
+    rows: int,
+    width: int,
+    *,
+    slots: int,
+    dim: int,
+    optimizer: SparseOptimizer,
+    dtype: torch.dtype,
+    device: torch.device,
+    **unused: object,
+) -> RowKernel:
+    """Allocate a block with the arguments of ``TorchStorage``; the ``unused`` ones are for half
+    precision and for state that ranks share, which FBGEMM does not support.
 
     An empty block uses torch, because FBGEMM's table cannot be empty. Like FBGEMM, it has no
     ``absent`` address, because groups send rows in the same way on all ranks.
     """
     if slots:
-        return FbgemmStorage(slots, width, optimizer=options["optimizer"], device=options["device"])
-    return TorchStorage(rows, width, slots=0, fixed_size=False, **options)
+        return FbgemmStorage(slots, width, optimizer=optimizer, device=device)
+    return TorchStorage(
+        rows,
+        width,
+        slots=0,
+        dim=dim,
+        optimizer=optimizer,
+        dtype=dtype,
+        device=device,
+        fixed_size=False,
+    )
 
 
 class Tbe(Protocol):

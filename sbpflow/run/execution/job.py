@@ -13,7 +13,7 @@ from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.collection import EmbeddingCollection
-from sbpflow.embedding.exchange.base import GroupContext
+from sbpflow.embedding.exchange.base import ExchangeOptions
 from sbpflow.embedding.plan.row_storage import StorageRule
 from sbpflow.embedding.state import LogicalTensor
 from sbpflow.embedding.storage.store import StoreFactory
@@ -139,7 +139,7 @@ def build_job(
         stores=stores or _stores(config, plan, boxing, training),
         initialize=training,
         compiled=compiled,
-        **GroupContext.options_of(config.parallel),
+        options=ExchangeOptions.of(config.parallel),
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)
