@@ -97,16 +97,20 @@ def exchange_regions(
     """
 
     def copied(
-        copy: Callable[[Tensor, Tensor], object], tensor: Tensor, shape: tuple[int, ...]
-    ) -> Copy:
-        return lambda memory: copy(tensor, memory.view(tensor.dtype).view(shape))
+        copy: Callable[[Tensor, Tensor], object], tensor: Tensor, region: Region
+    ) -> tuple[int, Copy]:
+        count = region.numel * tensor.itemsize
+
+        def run(memory: Tensor, offset: int) -> None:
+            copy(tensor, memory[offset : offset + count].view(tensor.dtype).view(region.shape))
+
+        return count, run
 
     arriving = [
-        shared.read(rank, region.numel * out.itemsize, copied(region.put, out, region.shape))
-        for rank, region in receives.items()
+        shared.read(rank, *copied(region.put, out, region)) for rank, region in receives.items()
     ]
     for rank, region in sends.items():
-        shared.write(rank, region.numel * part.itemsize, copied(region.take, part, region.shape))
+        shared.write(rank, *copied(region.take, part, region))
     return Messages(arriving)
 
 

@@ -346,11 +346,11 @@ def test_a_host_shares_memory_only_if_all_its_ranks_can(tmp_path, words):
 
 
 def test_a_message_that_cannot_be_copied_takes_no_memory():
-    def fail(memory):
+    def fail(memory, offset):
         raise MemoryError
 
     arena = Arena(torch.zeros(0, dtype=torch.uint8), size=2)
-    entries = np.zeros((IN_FLIGHT, 4), dtype=np.int64)
+    entries = memoryview(np.zeros(IN_FLIGHT * 4, dtype=np.int64))
     sending = Sending(arena, Ring(0, 0, entries))
     for _ in range(2):
         with pytest.raises(MemoryError):

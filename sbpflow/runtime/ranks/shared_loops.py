@@ -1,4 +1,4 @@
-"""Sends signals between processes through shared memory.
+"""Copies messages and sends signals between processes through shared memory.
 
 The functions are compiled with numba and need Linux.
 """
@@ -21,6 +21,7 @@ _SPINS = 200  # number of checks before sleeping; all checks together take a few
 
 # glibc's ``syscall`` with the arguments of futex(2)
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+_memcpy: Any = types.ExternalFunction("memcpy", types.int64(*[types.int64] * 3))
 
 
 def _atomic(load: bool) -> Node:
@@ -46,6 +47,12 @@ def _atomic(load: bool) -> Node:
 
 _load: Any = _atomic(load=True)
 _store: Any = _atomic(load=False)
+
+
+@compiled
+def copy_bytes(target: int, source: int, count: int) -> None:
+    """Copy ``count`` bytes from address ``source`` to address ``target``."""
+    _memcpy(target, source, count)
 
 
 @compiled

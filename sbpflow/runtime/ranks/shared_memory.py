@@ -44,7 +44,6 @@ from sbpflow.runtime.ranks.shared_messages import (
     Receiving,
     Ring,
     Sending,
-    bytes_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -130,13 +129,22 @@ class SharedChannel:
     def send(self, peer: int, message: Tensor) -> None:
         """Send a contiguous CPU tensor; the tensor may be changed as soon as this method
         returns."""
-        raw = bytes_of(message.resolve_conj().resolve_neg())
-        self.write(peer, raw.numel(), lambda memory: memory.copy_(raw))
+        message, copy_bytes = message.resolve_conj().resolve_neg(), self._shared.loops.copy_bytes
+        count = message.nbytes
+
+        def copy(memory: Tensor, offset: int) -> None:
+            copy_bytes(memory.data_ptr() + offset, message.data_ptr(), count)
+
+        self.write(peer, count, copy)
 
     def receive(self, peer: int, target: Tensor) -> Arriving:
         """Receive a message into a contiguous CPU tensor of the same size."""
-        raw = bytes_of(target)
-        return self.read(peer, raw.numel(), raw.copy_)
+        count, copy_bytes = target.nbytes, self._shared.loops.copy_bytes
+
+        def copy(memory: Tensor, offset: int) -> None:
+            copy_bytes(target.data_ptr(), memory.data_ptr() + offset, count)
+
+        return self.read(peer, count, copy)
 
     def write(self, peer: int, count: int, copy: Copy) -> None:
         """Send a message of ``count`` bytes, which ``copy`` writes into its memory."""

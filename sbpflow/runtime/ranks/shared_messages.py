@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sbpflow.errors import SbpError
@@ -25,9 +24,9 @@ _ENTRY = 4
 _RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
 _SMALLEST = 256
 
-Copy = Callable[[Tensor], object]
-"""Copies a message into or out of its memory, a flat uint8 tensor that starts at a multiple of 256
-bytes."""
+Copy = Callable[[Tensor, int], object]
+"""Copies a message into or out of an arena, a flat uint8 tensor, in which the message starts at the
+given offset, a multiple of 256 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Ring:
 
     sent: int  # Address of the count of sent messages, an int32.
     waiting: int  # Address of an int32 that is not 0 while the receiver sleeps.
-    entries: np.ndarray  # Shape [IN_FLIGHT, _ENTRY], int64.
+    entries: memoryview  # IN_FLIGHT descriptors with _ENTRY values (int64) each.
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class Arena:
         start = (channel * self.size + receiver) * _RING_BYTES
         raw = self.memory[start : start + _RING_BYTES].numpy()
         address = int(raw.ctypes.data)
-        entries = raw[4 * 2 * _LINE :].view(np.int64).reshape(IN_FLIGHT, _ENTRY)
+        entries = memoryview(raw[4 * 2 * _LINE :].view(np.int64))
         return Ring(address, address + 4 * _LINE, entries)
 
     def take(self, count: int) -> tuple[int, int]:
@@ -94,7 +93,7 @@ class Sending:
         entries = self._ring.entries
         while self._in_flight:
             oldest = self._number - len(self._in_flight)
-            if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
+            if entries[oldest % IN_FLIGHT * _ENTRY + 3] != oldest + 1:
                 break
             offset, size = self._in_flight.popleft()
             self._arena.give_back(offset, size)
@@ -105,12 +104,14 @@ class Sending:
             )
         offset, size = self._arena.take(count)
         try:
-            copy(self._arena.memory[offset : offset + count])
+            copy(self._arena.memory, offset)
         except BaseException:
             self._arena.give_back(offset, size)
             raise
         self._in_flight.append((offset, size))
-        entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
+        first = self._number % IN_FLIGHT * _ENTRY
+        entries[first], entries[first + 1] = offset, count
+        entries[first + 2], entries[first + 3] = self._number, 0
         self._number += 1
         shared.loops.publish(self._ring.sent, self._ring.waiting, self._number)
 
@@ -151,20 +152,20 @@ class Receiving:
 
     def _copy(self, number: int) -> None:
         count, copy = self._expected[number]
-        entry = self._ring.entries[number % IN_FLIGHT]
-        offset, sent, _, _ = entry.tolist()
+        first = number % IN_FLIGHT * _ENTRY
+        offset, sent = self._ring.entries[first : first + 2]
         if sent != count:
             raise RuntimeError(
                 f"enforce fail: Received data size doesn't match expected size: {sent} bytes "
                 f"from rank {self._peer}, expected {count}"
             )
-        copy(self._arena.memory[offset : offset + count])
+        copy(self._arena.memory, offset)
         self._discard(number)
 
     def _discard(self, number: int) -> None:
         """Let the sender reuse the memory of a message that has arrived."""
         if self._expected.pop(number, None) is not None:
-            self._ring.entries[number % IN_FLIGHT, 3] = number + 1
+            self._ring.entries[number % IN_FLIGHT * _ENTRY + 3] = number + 1
 
     def abandon(self, number: int) -> None:
         """Abandon a message without waiting for it. The message may not have arrived yet, so the
@@ -192,9 +193,3 @@ class Arriving:
     def __del__(self) -> None:
         if not self._waited:
             self._source.abandon(self._number)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's bytes; strides of 0 are allowed for tensors of at most one
-    element."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
