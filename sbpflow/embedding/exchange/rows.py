@@ -1,6 +1,5 @@
 """Defines the groups that exchange deduplicated rows, as planned by ``plan/row_exchanges.py``."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -80,12 +79,15 @@ class RowGroup(Group[RowsInFlight]):
             address_dtype=plan.address_dtype(),
             compiled=context.compiled,
         )
-        self._bases, self._lasts = torch.tensor(
+        bases, self._lasts = torch.tensor(
             [self._addresses.bases, self._addresses.lasts],
             dtype=plan.address_dtype(),
             device=self.world.device,
         ).unbind()
-        self._layout = BufferLayout(self._bases, self._lasts)
+        self._own_base = dict(zip(self.part_ranks, self._addresses.bases, strict=True)).get(
+            self.world.rank, 0
+        )
+        self._layout = BufferLayout(bases, self._lasts)
         self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.num_addresses)
         self._ids = RowTransfer(self.world, IDS)
         self._vectors = RowTransfer(self.world, VECTORS)
@@ -120,9 +122,11 @@ class RowGroup(Group[RowsInFlight]):
         sizes = [buffers.shape[1]] * self.world.size
         return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
 
-    @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
-        """Start sending the ids of the requested rows; the counts must be known."""
+        """Start sending the addresses of the requested rows; the counts must be known."""
+        batch.wanted.num_unique = sum(batch.requested)
+        step, rows = self.step(batch, "ids"), batch.wanted.rows()
+        batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
 
     def start_id_exchange(
         self, local: BatchIds, batch_size: int, *, number: int | None
@@ -146,16 +150,6 @@ class RowGroup(Group[RowsInFlight]):
         )
         self.begin_counted(again)
         return again
-
-    def relative(self, batch: RowsInFlight, rows: Tensor) -> Tensor:
-        """Convert the addresses of the requested rows to row numbers in the stores of their owners.
-
-        The ascending addresses are grouped by owner, with ``batch.request_counts`` per owner.
-        """
-        counts = batch.request_counts
-        if counts is None:
-            raise RuntimeError("the number of requested rows is not known; call send_counts first")
-        return rows - self._bases.repeat_interleave(counts, output_size=rows.numel())
 
     def step(self, batch: RowsInFlight, purpose: Purpose, round: int | None = None) -> ExchangeStep:
         """Return the transfer for ``purpose`` in a round, by default the current round."""
@@ -217,10 +211,19 @@ class RowGroup(Group[RowsInFlight]):
             return sums
         return batch.slots.spread(batch.wanted, grad)
 
+    def receive_addresses(self, batch: RowsInFlight, count: int) -> None:
+        """Receive the addresses of ``count`` requested rows of this rank, and look up these rows by
+        their numbers in its store.
+        """
+        addresses = self.take(batch, "ids", count)
+        if self._own_base:
+            addresses -= self._own_base
+        batch.lookups = [Lookup(addresses)]
+
     def receive_ids(self, batch: RowsInFlight) -> None:
         count, ranks = sum(batch.incoming), len(batch.incoming)
         if batch.slots is None:
-            batch.lookups = [Lookup(self.take(batch, "ids", count))]
+            self.receive_addresses(batch, count)
             return
         buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
         batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]

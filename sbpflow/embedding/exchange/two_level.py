@@ -30,7 +30,6 @@ class TwoLevelGroup(RowGroup):
         by_position = self._lasts.view(len(self._positions), -1)
         self._last_of_positions = by_position[:, -1].contiguous()
         self._last_of_hosts = by_position[own]
-        self._bases = self._bases.view(len(self._positions), -1)[own]
 
     @property
     def part_ranks(self) -> tuple[int, ...]:
@@ -56,17 +55,11 @@ class TwoLevelGroup(RowGroup):
         merged = _merged(batch)
         merged.requested, merged.incoming = requested, incoming
         merged.lookup.num_unique = sum(requested)
-        ids = self.relative(batch, merged.lookup.rows())
-        batch.pending = self._ids.start(self.step(batch, "ids"), ids, requested, incoming)
-
-    def send_ids(self, batch: RowsInFlight) -> None:
-        batch.wanted.num_unique = sum(batch.requested)
-        step, ids = self.step(batch, "ids"), batch.wanted.rows()
-        batch.pending = self._ids.start(step, ids, batch.requested, batch.incoming)
+        step, ids = self.step(batch, "ids"), merged.lookup.rows()
+        batch.pending = self._ids.start(step, ids, requested, incoming)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        incoming = _merged(batch).incoming
-        batch.lookups = [Lookup(self.take(batch, "ids", sum(incoming)))]
+        self.receive_addresses(batch, sum(_merged(batch).incoming))
 
     def lookup(self, batch: RowsInFlight) -> None:
         merged = _merged(batch)

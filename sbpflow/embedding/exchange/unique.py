@@ -35,11 +35,6 @@ class UniqueGroup(RowGroup):
         self._to_update: dict[int, RowsInFlight] = {}
         self._late: RowsInFlight | None = None  # batch whose late gradients are not yet applied
 
-    def send_ids(self, batch: RowsInFlight) -> None:
-        batch.wanted.num_unique = sum(batch.requested)
-        step, rows = self.step(batch, "ids"), self.relative(batch, batch.wanted.rows())
-        batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
-
     def receive_ids(self, batch: RowsInFlight) -> None:
         super().receive_ids(batch)
         if self.plan.early_rows and batch.number is not None:
