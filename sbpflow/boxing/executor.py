@@ -82,14 +82,6 @@ class Boxing:
             f'{device.type}, or start the world with device="{wanted}"'
         )
 
-    def check_ranks(self, layout: Layout) -> None:
-        """Raise SbpError if ``layout`` contains ranks outside this world."""
-        if max(layout.placement.ranks) >= self.world.size:
-            raise SbpError(
-                f"{layout} names ranks outside this world of {self.world.size}; use "
-                f"0..{self.world.size - 1}"
-            )
-
     def follow(self, conversions: Iterable[Conversion]) -> None:
         """From now on, use the planned steps of ``conversions`` instead of planning them again."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}

@@ -131,6 +131,12 @@ class BoxingStep:
         return f"{self.id}: {arrow} {dtype}{list(self.shape)}: {traffic}"
 
 
+def check_ranks(layout: Layout, size: int) -> None:
+    """Raise SbpError if ``layout`` contains ranks outside a world of ``size`` ranks."""
+    if max(layout.placement.ranks) >= size:
+        raise SbpError(f"{layout} names ranks outside this world of {size}; use 0..{size - 1}")
+
+
 @lru_cache(maxsize=4096)
 def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
     """Raise SbpError for P with a dtype whose terms cannot be added or compared."""

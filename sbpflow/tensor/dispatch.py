@@ -54,7 +54,7 @@ def apply(
         boxing.world.check(name, op_rule.op, refused)
         if refused:
             raise SbpError(refused)
-    expected = dtype or operands[0].dtype
+    expected = dtype or operands[0].part.dtype
     part = kernel(choice, parts) if inside else _absent(parts, expected)
     if part.dtype != expected:
         raise SbpError(
@@ -71,7 +71,7 @@ def choose(
     dtype: torch.dtype | None = None,
 ) -> Choice:
     """Return the signature that ``apply`` would choose."""
-    facts = tuple(Operand(x.layout, x.shape, x.dtype) for x in operands)
+    facts = tuple([Operand(x.layout, x.shape, x.part.dtype) for x in operands])
     return deduce(op_rule, facts, out, dtype)
 
 
@@ -95,7 +95,8 @@ def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
 def check_tensors(op: str, *operands: object) -> None:
     """Raise SbpError, with advice, unless all operands are global tensors."""
     for number, x in enumerate(operands):
-        check_tensor(op, f"operand {number}", x)
+        if not isinstance(x, GlobalTensor):
+            check_tensor(op, f"operand {number}", x)
 
 
 def check_tensor(op: str, name: str, x: object) -> None:
@@ -184,8 +185,8 @@ def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
     implicitly.
     """
     check_tensors(op, *operands)
-    first = operands[0].dtype
-    if other := next((x.dtype for x in operands if x.dtype != first), None):
+    first, *rest = [x.part.dtype for x in operands]
+    if other := next((dtype for dtype in rest if dtype != first), None):
         dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise SbpError(
             f"{op}: operands have dtypes {dtypes}, but must all have the same dtype; use "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import last_linear_layout
-from sbpflow.boxing.step import check_dtype
+from sbpflow.boxing.step import check_dtype, check_ranks
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -37,15 +37,13 @@ class GlobalTensor:
     def __init__(
         self, part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing
     ) -> None:
-        expected = part_shape(layout, shape, boxing.world.rank)
+        rank, size = boxing.world.rank, boxing.world.size
+        expected = _checked_shape(layout, shape, part.dtype, part.device, rank, size)
         if part.shape != expected:
             raise SbpError(
-                f"the part on rank {boxing.world.rank} has shape {list(part.shape)}, but a tensor "
+                f"the part on rank {rank} has shape {list(part.shape)}, but a tensor "
                 f"{list(shape)} with {layout} needs a part of shape {list(expected)} there"
             )
-        boxing.check_ranks(layout)
-        check_dtype(layout, part.dtype)
-        _check_device(part, layout, boxing.world.rank)
         self.part = part
         self.layout = layout
         self.shape = shape
@@ -148,7 +146,8 @@ class GlobalTensor:
         or B, in steps named "<id>/linear/fwd" and "<id>/linear/bwd".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
-        if dst == self.layout and grad_sbp is None:
+        # Mostly, the layouts are the same object; comparing their fields takes longer.
+        if (dst is self.layout or dst == self.layout) and grad_sbp is None:
             return self
         check_user(dst, self.shape)
         promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)
@@ -228,16 +227,31 @@ class GlobalTensor:
             torch.autograd.backward([self.part], [seed], retain_graph=retain_graph)
 
 
-def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
-    """Raise SbpError if a rank of the placement has its part on another device type; in a dry run,
-    parts are on meta.
+@lru_cache(maxsize=65536)
+def _checked_shape(
+    layout: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    size: int,
+) -> tuple[int, ...]:
+    """Return the shape that a rank's part must have.
+
+    Raise SbpError if ``layout`` does not fit ``shape`` or ``dtype``, if it contains ranks outside
+    this world of ``size`` ranks, or if a rank of the placement has its part on another device type;
+    in a dry run, parts are on meta.
     """
-    actual, expected = part.device.type, layout.placement.device_type
-    if actual not in (expected, "meta") and rank in layout.placement:
+    expected = part_shape(layout, shape, rank)
+    check_ranks(layout, size)
+    check_dtype(layout, dtype)
+    actual, wanted = device.type, layout.placement.device_type
+    if actual not in (wanted, "meta") and rank in layout.placement:
         raise SbpError(
-            f"rank {rank} has a part on {part.device}, but {layout} is on {expected}; pass "
-            f'part.to("{expected}"), or use a placement on {actual}'
+            f"rank {rank} has a part on {device}, but {layout} is on {wanted}; pass "
+            f'part.to("{wanted}"), or use a placement on {actual}'
         )
+    return expected
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:

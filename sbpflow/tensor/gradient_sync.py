@@ -105,7 +105,7 @@ class GradientSync:
 
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
     backward pass and before the optimizer step, to convert each ``part.grad`` to the layout of its
-    parameter. Clear ``part.grad`` before the next backward pass. Raise SbpError if a tensor cannot
+    parameter. Call ``clear`` before the next backward pass. Raise SbpError if a tensor cannot
     have a gradient of its own (the result of an op, or a frozen or integer tensor), if a tensor is
     listed twice, if the plan is for a different number of parameters, or if ``parameters`` is empty
     and ``boxing`` is None.
@@ -174,6 +174,11 @@ class GradientSync:
             for part, piece in zip(parts, pieces, strict=True):
                 part.grad = piece.view(part.shape)
         return total
+
+    def clear(self) -> None:
+        """Delete all gradients, so that the next backward pass computes new ones."""
+        for parameter in self._parameters:
+            parameter.part.grad = None
 
     def _start(self, bucket: GradientBucket, term: Tensor | None) -> Pending:
         steps = bucket.steps

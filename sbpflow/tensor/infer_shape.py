@@ -4,6 +4,7 @@ from torch import Tensor
 
 from sbpflow.boxing.agreement import gather_values
 from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.step import check_ranks
 from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
@@ -15,7 +16,7 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
 
     Raise SbpError on all ranks if the shapes of the parts do not fit ``layout``.
     """
-    boxing.check_ranks(layout)
+    check_ranks(layout, boxing.world.size)
     shapes = gather_values(boxing, [] if part is None else list(part.shape))
     return full_shape({rank: tuple(shapes[rank]) for rank in layout.placement.ranks}, layout)
 

@@ -153,11 +153,13 @@ def _candidates(
     operand layouts and the output layout.
     """
     per_axis = [list(_axis_options(op_rule, operands, axis)) for axis in range(placement.ndim)]
+    known = {operand.layout: operand.layout for operand in operands}
     for combination in product(*per_axis):
-        layouts = [
-            Layout(placement, tuple(inputs[n] for inputs, _ in combination))
-            for n in range(len(operands))
-        ]
+        layouts: list[Layout] = []
+        for n, operand in enumerate(operands):
+            layout = Layout(placement, tuple(inputs[n] for inputs, _ in combination))
+            # Keep the object of an equal layout, so that later comparisons are fast.
+            layouts.append(operand.layout if operand.layout == layout else layout)
         if not all(
             operand.layout == layout or layout.accepts(operand.shape)
             for operand, layout in zip(operands, layouts, strict=True)
@@ -169,7 +171,8 @@ def _candidates(
             if output is None:
                 break
         else:
-            yield tuple(layouts), Layout(placement, output)
+            result = Layout(placement, output)
+            yield tuple(layouts), known.get(result, result)
 
 
 def _axis_options(

@@ -30,19 +30,30 @@ class MoveTimes:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def move(self, name: str) -> Generator[None]:
+    def move(self, name: str) -> "_TimedMove":
         """Return a context manager for the move ``name``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
+        return _TimedMove(self._seconds, name)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each move since the last call."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        seconds = dict(self._seconds)
+        self._seconds.clear()
         return seconds
+
+
+class _TimedMove:
+    """Adds the seconds of a block to ``seconds[name]``; a generator would take longer itself."""
+
+    __slots__ = ("_name", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._start
 
 
 class StepProfiler:

@@ -8,8 +8,8 @@ moves. Moves that depend only on ids run up to K batches ahead, where K is the l
 transfers in flight during each move.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -217,19 +217,19 @@ class StepSchedule:
 
     def run(
         self,
-        of_batch: Mapping[str, Callable[[BatchT], None]],
-        of_step: Mapping[str, Callable[[], None]],
+        make_of_batch: Callable[[Move, BatchT], None],
+        make_of_step: Callable[[Move], None],
         batches: Sequence[BatchT],
         window: Sequence[BatchT],
         lookahead: int,
         world: World,
-        watch: MoveWatch = nullcontext,
+        watch: MoveWatch | None = None,
     ) -> None:
         """Make the moves of one step over ``batches``; ``window`` contains the announced batches
         after ``batches``.
 
         Moves of ``OF_IDS`` are made for the current batch and up to ``lookahead`` batches after it.
-        ``of_batch`` and ``of_step`` map move names to functions that make the moves;
+        ``make_of_batch`` makes a move of a batch, and ``make_of_step`` any other move;
         ``watch(name)`` wraps each move. No move is made twice for a batch. A batch that was
         announced late first catches up on its overdue moves, so that the transfers on each channel
         always start in batch order.
@@ -242,7 +242,7 @@ class StepSchedule:
                 return
             if move is SEND_GRADS and batch in previous:
                 make(RECEIVE_GRADS, previous[batch])
-            _call(move, watch, of_batch[move.name], batch)
+            _call(move, watch, make_of_batch, batch)
             batch.done.add(move.name)
 
         order, overdue = _order_of_step(self, lookahead)
@@ -256,8 +256,8 @@ class StepSchedule:
                 if distance < len(ahead):
                     make(move, ahead[distance])
         for move in self.each_step:
-            if move.name in of_step:
-                _call(move, watch, of_step[move.name])
+            if move not in OF_A_BATCH:
+                _call(move, watch, make_of_step)
             else:
                 for batch in batches:
                     make(move, batch)
@@ -335,11 +335,14 @@ def _of(distance: int, name: str) -> str:
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
 
 
-def _call(move: Move, watch: MoveWatch, function: Callable[..., None], *args: object) -> None:
+def _call(move: Move, watch: MoveWatch | None, make: Callable[..., None], *args: object) -> None:
     """Make a move; add a note with the move's name to any error that it raises."""
     try:
-        with watch(move.name):
-            function(*args)
+        if watch is None:
+            make(move, *args)
+        else:
+            with watch(move.name):
+                make(move, *args)
     except Exception as error:
         error.add_note(f"in the move {move.name}: {move.says}")
         raise

@@ -8,7 +8,6 @@ then exchanged during earlier steps. The loss is reduced together with the dense
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -36,10 +35,6 @@ from sbpflow.training.graphed_step import OF_BATCH, OF_STEP, GraphedStep
 from sbpflow.training.learning_rate import RateFactor, constant
 from sbpflow.training.losses import PLAIN, backward, row_losses
 from sbpflow.training.step_schedule import (
-    CLIP,
-    EARLY,
-    OF_A_BATCH,
-    OF_A_STEP,
     OF_IDS,
     OVERLAPPED,
     BatchInFlight,
@@ -117,7 +112,7 @@ class Trainer:
         self._loss_config = loss
         self.gradient_norm: Tensor | None = None  # 0-d float64, before clipping
         self.schedule = schedule
-        self.move_watch: MoveWatch = nullcontext
+        self.move_watch: MoveWatch | None = None
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
         # The loss has layout P, like the gradients, so it is reduced as part of a gradient bucket,
@@ -180,10 +175,8 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # The maps are not attributes, because they would create a reference cycle, which
-                # would delay freeing the tables.
-                {move.name: self._of_batch(move) for move in (*OF_A_BATCH, *EARLY)},
-                {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
+                self._make_of_batch,
+                self._make_of_step,
                 in_flight,
                 list(self._window),
                 self.lookahead,
@@ -222,7 +215,7 @@ class Trainer:
             if flight.embeddings is not None:
                 for move in OF_IDS:
                     if move.name not in flight.done:
-                        self._of_batch(move)(flight)
+                        self._make_of_batch(move, flight)
                 self.embeddings.cancel(flight.embeddings)
 
     def settle(self) -> None:
@@ -244,23 +237,18 @@ class Trainer:
                 "build a new trainer and new tables"
             )
 
-    def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
-        """Return the method that makes a move: a method of this class or of the tables."""
+    def _make_of_batch(self, move: Move, flight: _BatchInFlight) -> None:
+        """Make a move of a batch with the method of this class or of the tables."""
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
-            return own
-        make: Callable[[EmbeddingsInFlight], None] = getattr(self.embeddings, move.name)
-        return lambda flight: make(flight.started)
+            own(flight)
+        else:
+            getattr(self.embeddings, move.name)(flight.started)
 
-    def _of_step(self, move: Move) -> Callable[[], None]:
-        """Return a function that makes a move unless this step's CUDA graph has already made it."""
-        make: Callable[[], None] = getattr(self, f"_{move.name}")
-
-        def unless_done() -> None:
-            if move.name not in self._done:
-                make()
-
-        return unless_done
+    def _make_of_step(self, move: Move) -> None:
+        """Make a move of a step unless this step's CUDA graph has already made it."""
+        if move.name not in self._done:
+            getattr(self, f"_{move.name}")()
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
         """Return the batches in flight: announced batches from the window, or else new ones."""
@@ -384,10 +372,9 @@ class Trainer:
         self.embeddings.update(self.num_steps)
 
     def _update_dense(self) -> None:
-        if self.optimizer is not None:
-            if not self._updated:
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None and not self._updated:
+            self.optimizer.step()
+        self.gradients.clear()
 
     def _clip(self) -> None:
         if self._clipper is None:

@@ -105,16 +105,10 @@ def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int =
         one.number = number
         return one
 
-    def of_batch(name: str) -> Any:
-        return lambda one: made.append(f"{name} {one.number}")
-
     world: Any = SimpleNamespace()
     schedule.run(
-        {move.name: of_batch(move.name) for move in moves.OF_A_BATCH},
-        {
-            name: lambda name=name: made.append(name)
-            for name in ("send_dense", "receive_dense", "update", "update_dense")
-        },
+        lambda move, one: made.append(f"{move.name} {one.number}"),
+        lambda move: made.append(move.name),
         [numbered(n) for n in range(batches)],
         [numbered(batches + n) for n in range(window)],
         lookahead,

@@ -6,7 +6,7 @@ stream: all work runs immediately, in program order.
 """
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 
 import torch
@@ -34,17 +34,17 @@ class IdStream:
         """
         return self._stream is not None
 
-    @contextmanager
-    def section(self, ids: Ids | None = None) -> Generator[None]:
+    def section(self, ids: Ids | None = None) -> AbstractContextManager[None]:
         """Open a section that works on ``ids``, which were created outside the section."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return nullcontext() if self._stream is None else self._within(self._stream, ids)
+
+    @contextmanager
+    def _within(self, stream: torch.cuda.Stream, ids: Ids | None) -> Generator[None]:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in () if ids is None else _tensors(ids):
             if tensor.is_cuda:  # ids on another device are rejected later
-                tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+                tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:
