@@ -43,7 +43,7 @@ def apply(
     choice = choose(op_rule, operands, wanted, dtype)
     name = id or op_rule.op
     boxed = [
-        operand.to(layout, id=f"{name}.{n}")
+        operand if operand.layout is layout else operand.to(layout, id=f"{name}.{n}")
         for n, (operand, layout) in enumerate(zip(operands, choice.inputs, strict=True))
     ]
     boxing = operands[0].boxing
@@ -173,9 +173,11 @@ def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = 
     """Raise SbpError unless ``x`` has ``ndim`` dims or, with ``at_least``, at least ``ndim``
     dims.
     """
-    check_tensor(op, name, x)
-    if x.ndim != ndim and not (at_least and x.ndim > ndim):
-        dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"
+    if not isinstance(x, GlobalTensor):  # pyright: ignore[reportUnnecessaryIsInstance] -- users
+        check_tensor(op, name, x)
+    actual = len(x.shape)
+    if actual != ndim and not (at_least and actual > ndim):
+        dims = "1 dim" if actual == 1 else f"{actual} dims"
         more = " or more" if at_least else ""
         raise SbpError(f"{op}: {name} has {dims}, but needs {ndim}{more}: {x!r}; use ops.reshape")
 

@@ -146,8 +146,7 @@ class GlobalTensor:
         or B, in steps named "<id>/linear/fwd" and "<id>/linear/bwd".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
-        # Mostly, the layouts are the same object; comparing their fields takes longer.
-        if (dst is self.layout or dst == self.layout) and grad_sbp is None:
+        if dst == self.layout and grad_sbp is None:
             return self
         check_user(dst, self.shape)
         promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)

@@ -248,6 +248,9 @@ class OwnerAddresses:
         self._totals = by_part([[shift for _, shift in own] for own in all_parts])
         self._shift, self._steps = self._totals[0], self._totals.diff(dim=0)
         self._loops = find_loops(device, compiled=compiled)
+        if self._loops is not None:
+            tables = (self._shift, self._firsts, self._steps)
+            self._arrays = [table.numpy() for table in tables]
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
@@ -257,9 +260,8 @@ class OwnerAddresses:
         wanted, use, offsets, weights = self.bags.read(ids, pooled=False)
         if self._loops is not None and self._firsts.shape[0] < _MOST_COMPARED:
             addresses = torch.empty(wanted.shape, dtype=self._dtype)
-            tables = (self._shift, self._firsts, self._steps)
-            arrays = (wanted.contiguous(), *tables, addresses)
-            self._loops.matrix_addresses(*(array.numpy() for array in arrays))
+            arrays = wanted.contiguous().numpy(), *self._arrays, addresses.numpy()
+            self._loops.matrix_addresses(*arrays)
         else:
             addresses = self._address(wanted, use)
         return Lookup(addresses.reshape(-1), offsets, weights)

@@ -56,7 +56,7 @@ class Arena:
         start = (channel * self.size + receiver) * _RING_BYTES
         raw = self.memory[start : start + _RING_BYTES].numpy()
         address = int(raw.ctypes.data)
-        entries = memoryview(raw[4 * 2 * _LINE :].view(np.int64))
+        entries = raw[4 * 2 * _LINE :].view(np.int64).data
         return Ring(address, address + 4 * _LINE, entries)
 
     def take(self, count: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Defines elementwise operators on global tensors: activations, casts, sums and products."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,12 +53,14 @@ def nonlinear(
     )
 
 
+@lru_cache(maxsize=1024)
 def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
     """Return the rule with the signatures S(i) -> S(i), B -> B, and those in ``more``."""
     dims = letters_for(ndim)
     return make_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
 
+@lru_cache(maxsize=1024)
 def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
     """Return the rule S(i) x S(i) -> S(i), B x B -> B for operands of equal shapes."""
     dims = letters_for(ndim)

@@ -1,6 +1,7 @@
 """Computes matrix products, adds biases, and applies linear layers to one or more inputs."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +61,6 @@ def linear_of_parts(
     if len(xs) == 1 or split or bias is None:
         joined = xs[0] if len(xs) == 1 else concat(xs, 1, id=f"{id}.concat")
         return linear(joined, weight, bias, id=id)
-    inner = letters_for(len(xs) + 1, "bn")
-    count = len(xs)
-    signatures = ",".join(["b"] * count) + ",B,B->b;" + ",".join(["B"] * count) + ",n,n->n"
-    rule = make_rule(
-        "linear_of_parts",
-        (*(("b", k) for k in inner[:count]), ("n", inner[count]), ("n",)),
-        ("b", "n"),
-        signatures,
-    )
 
     def kernel(_: Choice, parts: list[Tensor]) -> Tensor:
         *inputs, rows, offset = parts
@@ -77,7 +69,16 @@ def linear_of_parts(
         return products.linear_of_tensors(inputs, rows, offset)
 
     shape = (xs[0].shape[0], weight.shape[0])
-    return apply(rule, [*xs, weight, bias], shape, kernel, id=id)
+    return apply(_rule_of_parts(len(xs)), [*xs, weight, bias], shape, kernel, id=id)
+
+
+@lru_cache(maxsize=64)
+def _rule_of_parts(count: int) -> Rule:
+    """Return the rule of ``linear_of_parts`` for ``count`` inputs."""
+    inner = letters_for(count + 1, "bn")
+    dims = (*(("b", k) for k in inner[:count]), ("n", inner[count]), ("n",))
+    signatures = ",".join(["b"] * count) + ",B,B->b;" + ",".join(["B"] * count) + ",n,n->n"
+    return make_rule("linear_of_parts", dims, ("b", "n"), signatures)
 
 
 def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tensor:
@@ -129,28 +130,30 @@ def linear(
     check_ndim("linear", "weight", weight, 2)
     check_same_dtype("linear", [x, weight] if bias is None else [x, weight, bias])
     check_numbers("linear", x)
-    lead = letters_for(x.ndim - 1, "kn")
-    splits = "".join(f"{a},B->{a};" for a in lead)
-    plain = make_rule(
-        "linear",
-        ((*lead, "k"), ("n", "k")),
-        (*lead, "n"),
-        splits + "B,n->n; k,k->P; P,B->P; B,P->P",
-    )
+    plain, fused = _linear_rules(x.ndim)
     shape = (*x.shape[:-1], weight.shape[0])
     requested = parse_nd_sbp(out) if isinstance(out, str) else out
     if bias is None:
         return apply(plain, [x, weight], shape, _linear_kernel, out=requested, id=id)
-    splits = "".join(f"{a},B,B->{a};" for a in lead)
-    fused = make_rule(
-        "linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n"
-    )
     operands = [x, weight, bias]
     fused_bytes = choose(fused, operands, requested).total_bytes
     if fused_bytes and _separate_bytes(plain, operands, shape, requested) < fused_bytes:
         y = apply(plain, [x, weight], shape, _linear_kernel, id=id)
         return bias_add(y, bias, out=requested, id=f"{id}.bias")
     return apply(fused, operands, shape, _linear_kernel, out=requested, id=id)
+
+
+@lru_cache(maxsize=64)
+def _linear_rules(ndim: int) -> tuple[Rule, Rule]:
+    """Return the rules of ``linear`` without and with a bias, for an input with ``ndim`` dims."""
+    lead = letters_for(ndim - 1, "kn")
+    dims, output = ((*lead, "k"), ("n", "k")), (*lead, "n")
+    plain = "".join(f"{a},B->{a};" for a in lead) + "B,n->n; k,k->P; P,B->P; B,P->P"
+    fused = "".join(f"{a},B,B->{a};" for a in lead) + "B,n,n->n"
+    return (
+        make_rule("linear", dims, output, plain),
+        make_rule("linear", (*dims, ("n",)), output, fused),
+    )
 
 
 def _linear_kernel(_: Choice, parts: list[Tensor]) -> Tensor:
