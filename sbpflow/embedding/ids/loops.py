@@ -12,6 +12,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 # With at least this many boundaries between row parts, a binary search is faster than a comparison
 # with every boundary.
 _MOST_COMPARED = 32
+_BLOCK = 256  # Loops over a matrix handle about this many ids at once.
 
 
 @compiled
@@ -111,12 +112,29 @@ def owner_addresses(
 @compiled
 def are_in_range(ids: Array, last: Array) -> bool:
     """Return True if every id in ``ids`` [samples, columns] is from 0 to ``last[column]``."""
+    flat, lasts = ids.reshape(-1), _repeated(last.reshape(1, -1))[0]
     signs = np.int64(0)
-    for i in range(ids.shape[0]):
-        for u in range(ids.shape[1]):
-            value = np.int64(ids[i, u])
-            signs |= value | (last[u] - value)  # the sign bit is set if value < 0 or value > last
+    for start in range(0, flat.size, lasts.size):
+        block = flat[start : start + lasts.size]
+        for k in range(block.size):
+            value = np.int64(block[k])
+            signs |= value | (lasts[k] - value)  # the sign bit is set if value < 0 or value > last
     return bool(signs >= 0)
+
+
+@compiled
+def _repeated(table: Array) -> Array:
+    """Return ``table`` [rows, columns] with its columns repeated, at most ``_BLOCK`` in all unless
+    there are more.
+
+    LLVM vectorizes a loop over these columns, but not one over the columns of a usual batch.
+    """
+    columns = table.shape[1]
+    out = np.empty((table.shape[0], columns * max(_BLOCK // max(columns, 1), 1)), table.dtype)
+    for row in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[row, k] = table[row, k % columns]
+    return out
 
 
 @compiled
@@ -126,12 +144,15 @@ def matrix_addresses(ids: Array, shift: Array, firsts: Array, steps: Array, out:
     An address is the id plus ``shift[column]``, plus ``steps[part, column]`` for each part whose
     ``firsts[part, column]`` is at most the id.
     """
-    for i in range(ids.shape[0]):
-        for u in range(ids.shape[1]):
-            out[i, u] = ids[i, u] + shift[u]
-        for part in range(firsts.shape[0]):
-            for u in range(ids.shape[1]):
-                out[i, u] += steps[part, u] if ids[i, u] >= firsts[part, u] else 0
+    flat, flat_out, shifts = ids.reshape(-1), out.reshape(-1), _repeated(shift.reshape(1, -1))[0]
+    bounds, changes = _repeated(firsts), _repeated(steps)
+    for start in range(0, flat.size, shifts.size):
+        block, total = flat[start : start + shifts.size], flat_out[start : start + shifts.size]
+        for k in range(block.size):
+            total[k] = block[k] + shifts[k]
+        for part in range(bounds.shape[0]):
+            for k in range(block.size):
+                total[k] += changes[part, k] if block[k] >= bounds[part, k] else 0
 
 
 @compiled
