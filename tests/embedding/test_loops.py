@@ -104,14 +104,20 @@ def test_compiled_addresses_equal_torch(monkeypatch, size, pooling, weighted):
                 equal(local().make_lookup(ids, pooled=pooled), slow.make_lookup(ids, pooled=pooled))
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("size", [1, 2, 5, 40])
-def test_compiled_addresses_of_a_matrix_equal_torch(monkeypatch, size):
-    plan = make_plan(size, "unique", ragged=False)
+def test_compiled_addresses_of_a_matrix_equal_torch(monkeypatch, size, pooling):
+    plan = make_plan(size, "unique", pooling=pooling, ragged=False)
     ids = IdReader(plan, 0, CPU).read(make_ids(plan, size, high=40))
     ((stack,),) = (group.stacks for group in plan.groups)
     for kind in (torch.int32, torch.int64):
         own = partial(OwnerAddresses, stack, range(size), CPU, address_dtype=kind)
         equal(own().make_lookup(ids), without_loops(monkeypatch, own).make_lookup(ids))
+    for rank in range(min(size, 4)):
+        local = partial(LocalAddresses, stack, rank, CPU)
+        slow = without_loops(monkeypatch, local)
+        for options in ({"pooled": False}, {"pooled": True}, {"pooled": False, "absent": 99}):
+            equal(local().make_lookup(ids, **options), slow.make_lookup(ids, **options))
 
 
 @pytest.mark.parametrize("column", [0, -1])

@@ -146,6 +146,7 @@ class LocalAddresses:
         self.bags = BagShape(
             uses, device, ragged=stack.ragged, dtype=dtype, columns=columns, places=places
         )
+        self._ragged = stack.ragged
         shards = {shard.table.name: shard for shard in stack.shards(rank)}
         held = [shards.get(use.table.name) for use in uses]
         repeat = [1 if stack.ragged else use.hotness for use in uses]
@@ -157,7 +158,7 @@ class LocalAddresses:
         self._shift = per_column([shard.shift if shard else 0 for shard in held])
         self._firsts = per_column([shard.row_start if shard else 0 for shard in held])
         self._lasts = per_column([shard.row_stop - 1 if shard else -1 for shard in held])
-        self._loops = find_loops(device, compiled=compiled) if stack.ragged else None
+        self._loops = find_loops(device, compiled=compiled)
         self._whole = all(
             shard is not None and shard.num_rows == use.table.num_rows
             for shard, use in zip(held, uses, strict=True)
@@ -173,23 +174,31 @@ class LocalAddresses:
 
         Ids of rows on other ranks are left out or, if ``absent`` is set, converted to this address.
         """
-        if self._loops is not None and absent is None:
-            return self._by_loop(self._loops, self.bags.lists(ids), pooled=pooled)
+        loops = self._loops if absent is None else None
+        if loops is not None and self._ragged:
+            return self._by_loop(loops, self.bags.lists(ids), pooled=pooled)
         wanted, use, offsets, weights = self.bags.read(ids, pooled=pooled)
         tables = [self._shift, self._firsts, self._lasts]
         if use is not None:
             tables = [table.index_select(0, use) for table in tables]
         shift, firsts, lasts = tables
-        addresses = (wanted + shift).reshape(-1)
         if self._whole:
-            return Lookup(addresses, offsets, weights)
-        is_local = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
-        if absent is not None:
-            return Lookup(torch.where(is_local, addresses, absent), offsets, weights)
-        addresses = addresses[is_local]  # first, to free the addresses of all ids
-        ends = _ends(is_local)
+            return Lookup((wanted + shift).reshape(-1), offsets, weights)
+        if loops is not None:
+            addresses = torch.empty(wanted.numel(), dtype=torch.int64)
+            ends = torch.empty(wanted.numel() + 1, dtype=torch.int64)
+            arrays = (wanted.contiguous(), *tables, addresses, ends)
+            count = loops.local_matrix_addresses(*(array.numpy() for array in arrays))
+            addresses = addresses[:count].clone()  # frees the rest
+        else:
+            addresses = (wanted + shift).reshape(-1)
+            is_local = ((wanted >= firsts) & (wanted <= lasts)).reshape(-1)
+            if absent is not None:
+                return Lookup(torch.where(is_local, addresses, absent), offsets, weights)
+            addresses = addresses[is_local]  # first, to free the addresses of all ids
+            ends = _ends(is_local)
         offsets = ends if offsets is None else ends.index_select(0, offsets)
-        weights = None if weights is None else weights[is_local]
+        weights = None if weights is None else weights[ends.diff() > 0]
         return Lookup(addresses, offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:

@@ -156,6 +156,26 @@ def matrix_addresses(ids: Array, shift: Array, firsts: Array, steps: Array, out:
 
 
 @compiled
+def local_matrix_addresses(
+    ids: Array, shift: Array, firsts: Array, lasts: Array, out: Array, ends: Array
+) -> int:
+    """Like ``local_addresses``, for ids [samples, columns] with tables [columns] (int64).
+
+    ``ends[n]`` is set to the number of ids that were written of the first n ids.
+    """
+    count, place = 0, 0
+    ends[0] = 0
+    for i in range(ids.shape[0]):
+        for u in range(ids.shape[1]):
+            value = np.int64(ids[i, u])
+            out[count] = value + shift[u]  # always written, to avoid a branch
+            count += (value >= firsts[u]) & (value <= lasts[u])
+            place += 1
+            ends[place] = count
+    return count
+
+
+@compiled
 def local_addresses(
     values: Array,
     lengths: Array,
@@ -204,7 +224,9 @@ def warm_up_matrix(ids_dtype: torch.dtype, address_dtype: torch.dtype) -> None:
     """Compile the loops over a matrix, or load them from the cache, before the first step."""
     ids = torch.zeros(1, 1, dtype=ids_dtype).numpy()
     one = torch.zeros(1, 1, dtype=address_dtype).numpy()
-    are_in_range(ids, np.zeros(1, np.int64))
+    number, ends = np.zeros(1, np.int64), np.zeros(2, np.int64)
+    are_in_range(ids, number)
+    local_matrix_addresses(ids, number, number, number, number.copy(), ends)
     matrix_addresses(ids, one[0], one, one, one.copy())
 
 
