@@ -133,9 +133,8 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
         f"task {number}: {len(case.distinct())} plans; plans that do not fit: {too_large}",
         flush=True,
     )
-    words = ["--seconds", str(args.seconds)]
     wire = args.link if link else None
-    (times,) = measured_cases([case], RANKS, wire, words)
+    (times,) = measured_cases([case], RANKS, wire, args.seconds)
     row = compared(case, times)
     errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in times]
     return {

@@ -5,8 +5,9 @@ every plan and our plan. A plan runs until the time limit, or until the 95 % int
 difference from our plan is either narrower than +-3 % or farther from 0 than it is wide. An
 interval containing 0 means no significant difference.
 
-If a planner may measure several plans, half of the rounds select one plan, and the other half give
-its reported result.
+If one of several plans is selected, half of the rounds select it, and the other half give its
+reported result. The ranks of the two halves are started separately, because some starts make a plan
+faster or slower in all rounds.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def run_steps(args: argparse.Namespace) -> None:
     suffix = "" if size == 2 else f"_{size}_ranks"
     kind = "steps" if args.tables is None else "job"
     results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
-    measured = measured_cases(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
+    measured = measured_cases(cases, size, args.link, args.seconds / len(cases))
     rows: list[dict[str, Any]] = []
     for case, times in zip(cases, measured, strict=True):
         row = compared(case, times)
@@ -94,10 +95,10 @@ def run_steps(args: argparse.Namespace) -> None:
 
 
 def measured_cases(
-    cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
+    cases: Sequence[Case], size: int, link: str | None, seconds: float, words: Sequence[str] = ()
 ) -> list[dict[str, list[float]]]:
     """Return {plan: ms in each round} for each case, in which equal plans have one of their
-    names.
+    names. The ranks are started twice, for half of the ``seconds`` per case each.
     """
     distinct = [case.distinct() for case in cases]
     with tempfile.TemporaryDirectory() as folder:
@@ -110,25 +111,41 @@ def measured_cases(
             for case, plans in zip(cases, distinct, strict=True)
         ]  # fmt: skip
         tasks_file.write_text(json.dumps(tasks))
-        files = ["--tasks", str(tasks_file), "--output", str(times_file)]
-        start_ranks("benchmarks.planner_worker", size, [*files, *words], link=link)
-        rounds = json.loads(times_file.read_text())
+        words = [
+            *("--tasks", str(tasks_file), "--output", str(times_file)),
+            *("--seconds", str(seconds / 2)),
+            *words,
+        ]
+        starts: list[list[list[list[float]]]] = []
+        for seed in ("0", "1"):
+            seeded = [*words, "--seed", seed]
+            start_ranks("benchmarks.planner_worker", size, seeded, link=link)
+            starts.append(json.loads(times_file.read_text()))
     return [
-        {names[0]: ms for names, ms in zip(plans.values(), of_case, strict=True)}
-        for plans, of_case in zip(distinct, rounds, strict=True)
+        {names[0]: alternated(a, b) for names, a, b in zip(plans.values(), one, two, strict=True)}
+        for plans, one, two in zip(distinct, *starts, strict=True)
     ]
 
 
-def best_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return {selection name: candidate plans}; the last selection corresponds to ``--measure
-    4``.
+def alternated(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return the rounds of two starts alternately, so that one half of the rounds is from each. If
+    a plan dropped out earlier in one of them, the last rounds of the other are left out.
     """
+    return [ms for pair in zip(first, second, strict=False) for ms in pair]
+
+
+def best_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return {selection name: candidate plans}. One selection corresponds to ``--measure 4``, and
+    the last selects the fastest of all plans.
+    """
+    names = list(names)
     alike = [name for name in names if name.startswith("all ")]
     return {
         "auto, best of 4": [*OURS],
         "greedies, best of 4": [name for name in GREEDY if name != "random"],
         "random, best of 4": ["random 1", "random 2", "random 3", "random 4"],
         "auto, best of 4 and of all alike": [*OURS, *alike],
+        "all plans, fastest": [*names],
     }
 
 
@@ -138,7 +155,7 @@ def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]
 
     ``times`` [name] contains the rounds of a plan; plans that dropped out have fewer rounds than
     our plan. If one of several plans is selected, every other round selects it, and the remaining
-    rounds give its reported result.
+    rounds give its reported result (``alternated``).
     """
     of = {name: names[0] for names in case.distinct().values() for name in names}
     every = {name: list(times[of[name]]) for name in case.plans}
@@ -173,12 +190,12 @@ def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]
 
 
 def _choosing(ms: Sequence[float]) -> list[float]:
-    """Return every other round: those that select one of several plans."""
+    """Return the rounds of the first start, which select one of several plans."""
     return list(ms[0::2])
 
 
 def _reported(ms: Sequence[float]) -> list[float]:
-    """Return the other rounds: those that give the reported result."""
+    """Return the rounds of the second start, which give the reported result."""
     return list(ms[1::2])
 
 

@@ -44,8 +44,8 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
         plans={name: plans[name] for name in COMPARED if name in plans},
     )
     print(f"task {number}: {len(case.distinct())} plans", flush=True)
-    words = ["--seconds", str(args.seconds), "--cores", *map(str, CORES)]
-    (times,) = measured_cases([case], len(CORES), None, words)
+    words = ["--cores", *map(str, CORES)]
+    (times,) = measured_cases([case], len(CORES), None, args.seconds, words)
     row = compared(case, times)
     errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in times]
     error = round(statistics.median(errors), 4)

@@ -27,7 +27,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.training.trainer import Trainer
 
 # After this many rounds, plans are dropped once their difference from the first plan is settled.
-FIRST_ROUNDS = 4
+FIRST_ROUNDS = 3
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # per turn
 # Half-widths of a 95 % interval (Student's t), in units of the standard error, for 1, 2, 3, ...
@@ -52,22 +52,23 @@ def work(args: argparse.Namespace) -> None:
             sample = make_sample(world_size=world.size, **task)
             batches = draw_batches(sample, world.rank, 2, world.device)
             trainers = [make_trainer(boxing, sample.task, plan, sample.hidden) for plan in plans]
-            results.append(_rounds(boxing, trainers, batches, args.seconds))
+            results.append(_rounds(boxing, trainers, batches, args))
         if world.rank == 0:
             Path(args.output).write_text(json.dumps(results))
 
 
 def _rounds(
-    boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
+    boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], args: argparse.Namespace
 ) -> list[list[float]]:
     """Return the ms per step, indexed by [plan][round]. The first plan runs in all rounds; other
     plans run until they drop out.
     """
     times: list[list[float]] = [[] for _ in trainers]
-    stop = time.monotonic() + seconds
+    stop = time.monotonic() + args.seconds
     racing = list(range(len(trainers)))
     for number in range(MOST_ROUNDS + 1):
-        for place in random.Random(number).sample(racing, len(racing)):
+        order = random.Random(1000 * args.seed + number)
+        for place in order.sample(racing, len(racing)):
             ms = _timed(boxing.world, trainers[place], batches)
             if number:
                 times[place].append(ms)
@@ -141,6 +142,7 @@ def main() -> None:
         "--tasks", help="a JSON file with each task's plans and the arguments of ``make_sample``"
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds of rounds per task")
+    parser.add_argument("--seed", type=int, default=0, help="for the order of the plans")
     parser.add_argument("--output")
     parser.add_argument("--cores", type=int, nargs="+", help="the core of each rank")
     args = parser.parse_args()

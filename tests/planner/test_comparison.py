@@ -2,14 +2,24 @@
 and the other rounds are reported.
 """
 
+import json
 import math
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import planner_steps
 from benchmarks.planner_plans import make_sample, scheme_auto
-from benchmarks.planner_steps import Case, compared, gap_closed, spearman, summary
+from benchmarks.planner_steps import (
+    Case,
+    compared,
+    gap_closed,
+    measured_cases,
+    spearman,
+    summary,
+)
 from benchmarks.planner_worker import difference, settled
 from sbpflow.planner.task import Choice, Shape
 
@@ -37,9 +47,27 @@ def test_rounds_that_choose_a_plan_are_not_reported():
     assert (best["ms"], best["slower_than_auto"]) == (4.0, pytest.approx(1.0))
     assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the two plans are the same
     assert row["plans"]["greedies, best of 4"]["ms"] == 2.0
+    assert row["plans"]["all plans, fastest"]["slower_than_auto"] == pytest.approx(1.0)
     assert row["fastest"] == "auto"
     assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # from all ten rounds
     assert row["spearman_predicted"] == pytest.approx(1.0)
+
+
+def test_one_start_of_the_ranks_selects_plans_and_another_is_reported(monkeypatch):
+    """In the second start, auto 2 is slow in all rounds, and dim drops out after one round."""
+    starts = [[[2.0, 2.0], [1.0, 1.0], [3.0, 3.0]], [[2.0, 2.0], [4.0, 4.0], [3.0]]]
+    waiting, seeds = iter(starts), []
+
+    def start(_module, _size, words, *, link):
+        assert (link, words[words.index("--seconds") + 1]) == ("1gbit", "5.0")
+        seeds.append(words[words.index("--seed") + 1])
+        Path(words[words.index("--output") + 1]).write_text(json.dumps([next(waiting)]))
+
+    monkeypatch.setattr(planner_steps, "start_ranks", start)
+    (times,) = measured_cases([CASE], 2, "1gbit", 10.0)
+    assert times == {"auto": [2.0] * 4, "auto 2": [1.0, 4.0] * 2, "dim": [3.0, 3.0]}
+    assert compared(CASE, times)["plans"]["auto, best of 4"]["ms"] == 4.0
+    assert seeds == ["0", "1"], "the starts have the plans in other orders"
 
 
 def test_a_plan_is_measured_until_its_difference_is_significant():
