@@ -44,8 +44,8 @@ FEATURES = (
     "step_elements",
     "step_passes",  # ``step_elements`` times the number of optimizer states (at least 1).
     "copied_bytes",  # Bytes copied into and out of transfer buffers.
-    # Bytes that this rank sends in all-reduces: of squared gradients, which ranks that share rows
-    # sum, and of dense gradients of copied tables.
+    # Bytes that this rank sends in rings: in all-reduces of squared gradients, which ranks that
+    # share rows sum, and of dense gradients of copied tables, and in all-gathers of gradients.
     "reduced_bytes",
     "ids_bytes",  # Bytes of ids that this rank sends.
     "counted_bytes",  # Bytes of row ids that this rank sends after exchanging their counts.

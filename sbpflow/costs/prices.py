@@ -28,7 +28,7 @@ PHASES = ("ids", "vectors", "gradients")
 """The phases of a step in which ranks wait for each other's bytes."""
 _VECTORS = vector_of(dict.fromkeys(("vector_bytes", "host_bytes", "network_bytes"), 1.0))
 _GRADIENTS = vector_of(dict.fromkeys(("gradient_bytes", "reduced_bytes", "dense_parameters"), 1.0))
-# Bytes sent evenly to all other ranks, in all-reduces, and in the two hops of an exchange.
+# Bytes sent evenly to all other ranks, in rings, and in the two hops of an exchange.
 SPREAD = vector_of(
     dict.fromkeys(("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes"), 1.0)
 )

@@ -131,8 +131,13 @@ def test_columns_and_kernels_separate_groups_as_in_the_engine():
         assert groups == len(engine.groups)
 
 
+GATHERED = Choice(Shape("S(0)", "reduce", (4, 1)), (0, 1, 2, 3))  # gradients go to all ranks
+
+
 @pytest.mark.parametrize(
-    "choice", [c for c in every_shape() if c.shape.exchange in ("columns", "reduce")], ids=str
+    "choice",
+    [GATHERED, *(c for c in every_shape() if c.shape.exchange in ("columns", "reduce"))],
+    ids=str,
 )
 @pytest.mark.parametrize("combine", ["concat", "sum"])
 def test_bytes_of_vectors_equal_the_engines_steps(choice, combine):
@@ -140,13 +145,17 @@ def test_bytes_of_vectors_equal_the_engines_steps(choice, combine):
     task = replace(task, outputs=(replace(task.outputs[0], combine=combine),))
     plan = {table.name: choice for table in task.tables}
     totals, engine = count_work(task, plan), embedding_plan(task, plan)
+    gradients = engine.steps(task.batch_size, "gradients")
+    gathered = [step for step in gradients if step.collective == "all_gather"]
+    assert bool(gathered) == (choice == GATHERED)
     for name, steps in (
         ("vector_bytes", engine.forward_steps(task.batch_size)),
-        ("gradient_bytes", engine.steps(task.batch_size, "gradients")),
+        ("gradient_bytes", [step for step in gradients if step not in gathered]),
         ("ids_bytes", engine.id_steps(task.batch_size)),
+        *([("reduced_bytes", gathered)] if gathered else []),
     ):
         sent = [sum(step.bytes_sent(rank) for step in steps) for rank in range(4)]
-        np.testing.assert_allclose(totals[:, INDEX[name]], sent, rtol=0.01, err_msg=name)
+        np.testing.assert_allclose(totals[:, INDEX[name]], sent, 0.01, 1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,17 @@ class _Boxed(Exchange):
     def home(self, facts: Facts, cut: Cut) -> Counts:
         out = facts.samples * facts.dim * facts.vectors
         received = out * cut[0]
+        # If every rank stores rows with all columns, all ranks need all gradients, which are
+        # all-gathered in a ring. ``part`` subtracts a rank's own gradients from the other ones.
+        gathers = self.adds_terms and cut == (facts.world_size, 1)
+        in_ring = received - out if gathers else 0.0
         return {
             "home_elements": received,
             "copied_bytes": 2 * facts.sent_item * (1 + cut[0]) * out,
             # the receive buffer of partial sums, which is kept for the next batch
             "buffer_bytes": received * facts.sent_item * self.adds_terms,
-            "gradient_bytes": received * facts.sent_item,
+            "gradient_bytes": (received - in_ring) * facts.sent_item,
+            "reduced_bytes": in_ring * facts.sent_item,
             "ids_bytes": 4.0 * facts.sent_ids / facts.world_size * (cut[0] * cut[1]),
         }
 
