@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.data.format.ids import WideIdTable, capacity_of
+from sbpflow.data.format.ids import IdTable, capacity_of
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import DenseColumn
 from sbpflow.data.format.vocabulary import open_vocabularies
@@ -175,7 +175,8 @@ def write_vocabularies(manifest: Manifest, growing: Growing, file: Path) -> None
     with TensorsFile(file, arrays) as out:
         for name, fields in options.counted.items():
             vocabulary, place = known[fields[0]], places[name]
-            table = WideIdTable(vocabulary.keys, vocabulary.ids, vocabulary.counts)
+            wide = vocabulary.keys.astype(np.uint64)
+            table = IdTable(wide, vocabulary.ids, vocabulary.counts)
             out.put("keys", place["start"], table.keys)
             out.put("ids", place["start"], table.ids)
             if vocabulary.checks is not None:
@@ -186,6 +187,6 @@ def write_vocabularies(manifest: Manifest, growing: Growing, file: Path) -> None
             place = places[name]
             ids = np.arange(NUM_RESERVED_IDS, place["rows"], dtype=np.int32)
             counts = np.broadcast_to(np.int64(0), len(ids))
-            table = WideIdTable(keys.read().view(np.uint64), ids, counts)
+            table = IdTable(keys.read().view(np.uint64), ids, counts)
             out.put("keys", place["start"], table.keys)
             out.put("ids", place["start"], table.ids)

@@ -89,39 +89,19 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
 
 
 @compiled
-def look_up_narrow(
-    entries: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
-) -> None:
-    """Look up 32-bit ``keys`` [n] in the slots ``entries``, and write ``ids`` [n].
-
-    The high half of a slot contains the key, and the low half contains the id. An empty slot
-    contains key 0 and the id ``unknown``. A key's first slot is the high half of key * ``factor``,
-    scaled to the number of slots.
-    """
-    capacity = U64(entries.size)
-    for k in range(keys.size):
-        key = U64(keys[k])
-        slot = (((key * factor) >> U64(32)) * capacity) >> U64(32)
-        entry = entries[slot]
-        while (entry >> U64(32)) != key and np.int32(entry & U64(0xFFFFFFFF)) != unknown:
-            slot += U64(1)
-            if slot == capacity:
-                slot = U64(0)
-            entry = entries[slot]
-        ids[k] = np.int32(entry & U64(0xFFFFFFFF))
-
-
-@compiled
-def look_up_wide(
+def look_up(
     slots: Array, slot_ids: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Look up 64-bit ``keys`` like ``look_up_narrow``; ``slots`` contains the keys of the slots,
-    and ``slot_ids`` their ids.
+    """Look up ``keys`` [n], and write ``ids`` [n].
+
+    ``slots`` contains the keys of the slots, and ``slot_ids`` their ids. An empty slot contains key
+    0 and the id ``unknown``. A key's first slot is the high half of key * ``factor``, scaled to the
+    number of slots.
     """
     capacity = U64(slots.size)
     for k in range(keys.size):
         key = keys[k]
-        slot = (((key * factor) >> U64(32)) * capacity) >> U64(32)
+        slot = (((U64(key) * factor) >> U64(32)) * capacity) >> U64(32)
         while slots[slot] != key and slot_ids[slot] != unknown:
             slot += U64(1)
             if slot == capacity:

@@ -7,9 +7,7 @@ one id receives more than half of the lookups, no order is balanced, and the hal
 contains the least frequent values.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,49 +117,33 @@ def capacity_of(num_keys: int) -> int:
     return 1 << max(4, (2 * num_keys - 1).bit_length())
 
 
-class IdTable(ABC):
-    """An open-addressing hash table that maps keys to ids, and unknown keys to RARE_ID.
+class IdTable:
+    """An open-addressing hash table that maps keys of 32 or 64 bits to ids, and unknown keys to
+    RARE_ID.
 
     An empty slot contains key 0 and RARE_ID, so that looking up an unknown key 0 returns the
     correct id. Keys with many lookups (``counts``) are inserted first, so that most lookups succeed
-    at the first probe.
+    at the first probe. ``keys`` and ``ids`` are the contents of the slots.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
         self._capacity = capacity_of(len(keys))
-        self._allocate(self._capacity)
+        self.keys = np.zeros(self._capacity, dtype=keys.dtype)
+        self.ids = np.full(self._capacity, RARE_ID, dtype=np.int32)
         for chosen in _hottest_first(counts):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
         # Each pass writes all keys whose slots are free, in a single numpy operation. If several
-        # keys have the same slot, one of them is stored and the others try the next slot.
+        # keys have the same slot, numpy stores one of their ids, whose key is then stored, too. The
+        # other keys try the next slot.
         slots = self._slots(keys[left])
         while len(left):
-            free = self._at(slots, keys[left])[0] == RARE_ID
-            self._put(slots[free], keys[left[free]], ids[left[free]])
-            lost = self._at(slots, keys[left])[0] != ids[left]
-            slots, left = self._next(slots[lost]), left[lost]
-
-    @abstractmethod
-    def _allocate(self, capacity: int) -> None:
-        """Allocate ``capacity`` empty slots."""
-
-    @abstractmethod
-    def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Write ``keys`` and ``ids`` to ``slots``. If several entries have the same slot, any one
-        of them is stored.
-        """
-
-    @abstractmethod
-    def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids in ``slots``, and whether each slot contains the corresponding key of
-        ``keys``.
-        """
-
-    @abstractmethod
-    def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Write the ids of ``keys`` to ``ids`` in one compiled pass."""
+            free = self.ids[slots] == RARE_ID
+            self.ids[slots[free]] = ids[left[free]]
+            is_stored = self.ids[slots] == ids[left]
+            self.keys[slots[is_stored]] = keys[left[is_stored]]
+            slots, left = self._next(slots[~is_stored]), left[~is_stored]
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         # Fibonacci hashing multiplies a key by 2^64 / golden ratio, and scales the high half of the
@@ -182,21 +164,21 @@ class IdTable(ABC):
         """Return the ids (int32 [n]) of ``keys`` ([n])."""
         if (loops := find_loops(len(keys), _MIN_COMPILED_KEYS)) is not None:
             ids = np.empty(len(keys), dtype=np.int32)
-            self._by_loop(loops, keys, ids)
+            loops.look_up(self.keys, self.ids, keys, np.uint64(GAMMA), RARE_ID, ids)
             return ids
         blocks = [self._block(keys[i : i + _BLOCK]) for i in range(0, len(keys), _BLOCK)]
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int32)
 
     def _block(self, keys: Keys) -> NDArray[np.int32]:
         slots = self._slots(keys)
-        ids, hit = self._at(slots, keys)
-        left = np.flatnonzero(~hit & (ids != RARE_ID))
+        ids = self.ids[slots]
+        left = np.flatnonzero((self.keys[slots] != keys) & (ids != RARE_ID))
         slots, wanted = slots[left], keys[left]
         while len(left):
             slots = self._next(slots)
-            next_ids, hit = self._at(slots, wanted)
+            next_ids = self.ids[slots]
             ids[left] = next_ids
-            again = ~hit & (next_ids != RARE_ID)
+            again = (self.keys[slots] != wanted) & (next_ids != RARE_ID)
             slots, wanted, left = slots[again], wanted[again], left[again]
         return ids
 
@@ -213,43 +195,3 @@ def _hottest_first(counts: Counts) -> Iterator[Slots]:
         start, stop = stop, 8 * stop
     for start in range(0, len(counts), _INSERTED):
         yield start + np.flatnonzero(counts[start : start + _INSERTED] < _HOT)
-
-
-class NarrowIdTable(IdTable):
-    """A table for 32-bit keys that stores a key and its id in one 64-bit word, so that a probe
-    touches one cache line.
-    """
-
-    def _allocate(self, capacity: int) -> None:
-        self._entries = np.full(capacity, RARE_ID, dtype=np.uint64)
-
-    def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        self._entries[slots] = (keys.astype(np.uint64) << np.uint64(32)) | ids.astype(np.uint64)
-
-    def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        entries = self._entries[slots]
-        return entries.astype(np.int32), (entries >> np.uint64(32)) == keys
-
-    def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        loops.look_up_narrow(self._entries, keys, np.uint64(GAMMA), RARE_ID, ids)
-
-
-class WideIdTable(IdTable):
-    """A table for 64-bit keys with separate arrays of keys and ids."""
-
-    def _allocate(self, capacity: int) -> None:
-        self.keys = np.zeros(capacity, dtype=np.uint64)
-        self.ids = np.full(capacity, RARE_ID, dtype=np.int32)
-
-    def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # If several ids have the same slot, numpy may store any of them. The key must be that of
-        # the stored id.
-        self.ids[slots] = ids
-        is_inserted = self.ids[slots] == ids
-        self.keys[slots[is_inserted]] = keys[is_inserted]
-
-    def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        return self.ids[slots], self.keys[slots] == keys
-
-    def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        loops.look_up_wide(self.keys, self.ids, keys, np.uint64(GAMMA), RARE_ID, ids)

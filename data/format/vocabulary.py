@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.content_id import digest
-from sbpflow.data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideIdTable
+from sbpflow.data.format.ids import Counts, IdTable, Keys
 from sbpflow.data.format.manifest import Ancestor, Manifest
 from sbpflow.data.format.manifest_check import COUNTED_ARRAYS, VOCABULARY_FOLDER
 from sbpflow.data.format.npy import check_file, open_array, read_array, type_name, write_array
@@ -51,8 +51,7 @@ class Vocabulary:
 
     def table(self) -> IdTable:
         """Return the lookup table from keys to ids."""
-        kind = NarrowIdTable if self.keys.dtype == np.uint32 else WideIdTable
-        return kind(self.keys, self.ids, self.counts)
+        return IdTable(self.keys, self.ids, self.counts)
 
     def strings(self, places: slice | NDArray[np.int64] = slice(None)) -> list[str] | None:
         """Return the original strings at ``places`` (positions in key order), or None if strings

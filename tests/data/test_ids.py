@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbpflow.data.format.ids import NarrowIdTable, WideIdTable, assign_ids
+from sbpflow.data.format.ids import IdTable, assign_ids
 from sbpflow.serving.cells import RARE_ID, hash_salt, hashed_key_ids
 
 
@@ -58,22 +58,21 @@ def test_ids_do_not_follow_frequency():
 @given(
     st.sets(st.integers(0, 2**32 - 1), max_size=200),
     st.lists(st.integers(0, 2**32 - 1), max_size=50),
-    st.sampled_from([(NarrowIdTable, np.uint32), (WideIdTable, np.uint64)]),
+    st.sampled_from([np.uint32, np.uint64]),
 )
-def test_tables_find_their_keys_and_no_others(known, others, kind):
-    table_type, dtype = kind
+def test_tables_find_their_keys_and_no_others(known, others, dtype):
     keys = np.array(sorted(known), dtype=dtype)
     ids = np.arange(len(keys), dtype=np.int32)[::-1] + np.int32(2)
     counts = np.array([2 + 7 * key % 40 for key in keys.tolist()], dtype=np.int64)
-    table = table_type(keys, ids, counts)
+    table = IdTable(keys, ids, counts)
     expected = {int(key): int(value) for key, value in zip(keys, ids, strict=True)}
     asked = np.array([*known, *others, 0], dtype=dtype)
     assert table.lookup(asked).tolist() == [expected.get(int(key), RARE_ID) for key in asked]
 
 
-def test_wide_keys_are_compared_in_full():
+def test_keys_of_64_bits_are_compared_in_full():
     keys = (np.arange(1000, dtype=np.uint64) << np.uint64(32)) | np.uint64(5)
-    table = WideIdTable(keys, np.arange(2, 1002, dtype=np.int32), np.full(1000, 2))
+    table = IdTable(keys, np.arange(2, 1002, dtype=np.int32), np.full(1000, 2))
     assert table.lookup(keys).tolist() == list(range(2, 1002))
     assert set(table.lookup(keys + np.uint64(1)).tolist()) == {RARE_ID}
 

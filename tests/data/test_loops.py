@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbpflow.data.format.ids import NarrowIdTable, WideIdTable
+from sbpflow.data.format.ids import IdTable
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.prepare import parse
 from tests.data.rows import text_rows
@@ -60,16 +60,15 @@ def test_the_loop_accepts_plain_lines():
         assert parse._by_loop(broken, 2, SMALL) is None
 
 
-@pytest.mark.parametrize("table", [NarrowIdTable, WideIdTable])
+@pytest.mark.parametrize("kind", [np.uint32, np.uint64])
 @pytest.mark.parametrize("number", [0, 1, 5000])
-def test_ids_are_looked_up_as_by_numpy(monkeypatch, table, number):
+def test_ids_are_looked_up_as_by_numpy(monkeypatch, kind, number):
     rng = np.random.default_rng(number)
-    kind = np.uint32 if table is NarrowIdTable else np.uint64
     most = np.iinfo(kind).max
     keys = np.unique(rng.integers(0, most, number, dtype=kind, endpoint=True))
     if number > 1:
         keys[0], keys[-1] = 0, most
-    id_table = table(keys, rng.permutation(len(keys)).astype(np.int32) + 2, np.ones(len(keys)))
+    id_table = IdTable(keys, rng.permutation(len(keys)).astype(np.int32) + 2, np.ones(len(keys)))
     asked = np.concatenate([keys, keys + kind(1), rng.integers(0, most, 999, dtype=kind)])
     fast = id_table.lookup(asked)
     monkeypatch.setattr("sbpflow.data.format.ids.find_loops", lambda *_: None)
