@@ -54,15 +54,17 @@ def _dense_layout(
     legal = " or ".join(["B", *(f"S({dim})" for dim in range(len(shape)))])
     try:
         layout = Layout(world, parse_nd_sbp(text))
+        (sbp,) = layout.nd_sbp
+        if isinstance(sbp, Partial) or (isinstance(sbp, Split) and sbp.dim >= len(shape)):
+            raise ConfigError(
+                f"{key}: {brief(text)} cannot be the layout of parameter {name} {list(shape)}, "
+                f"which supports {legal}"
+            )
         layout.check_user(shape)
     except SbpError as error:
         raise ConfigError(
             f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
         ) from error
-    if isinstance(layout.nd_sbp[0], Partial):
-        raise ConfigError(
-            f"{key}: {text} cannot be the layout of a parameter; {name} supports {legal}"
-        )
     return layout
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sbpflow.config.load import load_config
 from sbpflow.config.model_tables import check_matches, last_matches
-from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.table_layouts import resolve_dense_layouts, resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
@@ -269,3 +269,11 @@ def test_a_scheme_that_the_spec_of_a_model_does_not_have_is_refused():
     schemes = {"1": {"*": TableRule(sbp="S(0)")}}
     with pytest.raises(ConfigError, match=r"no rules for scheme dp; use one of 1, auto$"):
         resolve_table_layouts(ParallelConfig(scheme="dp"), TABLES, schemes, 2)
+
+
+@pytest.mark.parametrize("text", ["S(1)", "P", "P(max)", "S(2)"])
+def test_a_layout_that_no_parameter_of_this_shape_has_is_refused_with_those_it_can_have(text):
+    config = ParallelConfig(dense={"mlp.*": text})
+    message = r"cannot be the layout of parameter mlp\.0\.bias \[8\], which supports B or S\(0\)$"
+    with pytest.raises(ConfigError, match=message):
+        resolve_dense_layouts(config, {"mlp.0.bias": (8,)}, "cpu", 2)
