@@ -142,10 +142,16 @@ def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
         starts = np.linspace(0, rows.num_rows - size, _SAMPLED_BATCHES).astype(np.int64)
         for start in np.unique(starts):
             all_ids = field_ids(manifest, rows, int(start), int(start) + size)
-            sums += [len(np.unique(ids)) / max(ids.size, 1) for ids in all_ids]
+            sums += [num_distinct(ids) / max(ids.size, 1) for ids in all_ids]
         for field, ratio in zip(manifest.fields, sums / len(np.unique(starts)), strict=True):
             ratios[field.name][size] = float(ratio)
     return ratios
+
+
+def num_distinct(ids: NDArray[Any]) -> int:
+    """Return the number of distinct ids. Sorting is several times faster than numpy's unique."""
+    ordered = np.sort(ids, axis=None)
+    return int(np.count_nonzero(ordered[1:] != ordered[:-1])) + min(len(ordered), 1)
 
 
 def field_ids(manifest: Manifest, rows: RowFiles, start: int, stop: int) -> Iterator[NDArray[Any]]:

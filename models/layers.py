@@ -147,12 +147,16 @@ class Layers(Generic[T]):
     training: bool
     seed: int
 
-    def linear(self, name: str, inputs: Sequence[T], *, whole: bool = False) -> T:
+    def linear(
+        self, name: str, inputs: Sequence[T], *, whole: bool = False, fixed_bias: bool = False
+    ) -> T:
         """Apply a linear layer to the concatenated ``inputs``: [b, widths] -> [b, outputs].
 
-        A ``whole`` layer computes in the dtype of the weights.
+        A ``whole`` layer computes in the dtype of the weights. A ``fixed_bias`` has no gradient.
         """
         weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
+        if fixed_bias and bias is not None:
+            bias = bias.detach()
         dtype = weight.dtype if whole or self.half is None else self.half
         return self.functions.linear_of_parts(
             [self._cast(x, dtype, f"{name}.input.{n}") for n, x in enumerate(inputs)],
@@ -168,7 +172,11 @@ class Layers(Generic[T]):
         f = self.functions
         for index in range(len(shape.hidden)):
             name = f"{shape.name}.{index}"
-            x = self._norm(shape.norm, f"{name}.norm", self.linear(name, inputs))
+            # Batch norm subtracts the bias again, so the gradient of the bias is only rounding
+            # error. Adam and RMSprop would scale it to full steps, which depend on the number of
+            # ranks, and which the running mean of the evaluations follows only with a delay.
+            x = self.linear(name, inputs, fixed_bias=shape.norm == "batch")
+            x = self._norm(shape.norm, f"{name}.norm", x)
             dropping = {"relu": True, "training": self.training, "id": f"{name}.dropout"}
             inputs = [f.dropout(x, shape.dropout, self.seed, **dropping)]
         if shape.outputs:

@@ -149,10 +149,11 @@ def build_vocabularies(
             _VocabularyJob(
                 name,
                 *counted.get(name, (0, 0)),
-                None if opening is None else opening(name, options.counted[name][0]),
-                tuple(_strings_files(name, staged, options)),
+                None if opening is None else opening(name, fields[0]),
+                tuple(_strings_files(fields, staged, options)),
             )
-            for name in missing
+            for name, fields in options.counted.items()
+            if built[name] is None
         ]
         new = engine.run(partial(_build, options=options, work=work), jobs)
         built |= {vocabulary.name: vocabulary for vocabulary in new}
@@ -250,11 +251,12 @@ def _count_group(group: Group, *, options: PrepareOptions, folder: Path) -> dict
     return count_group(rows, max(1, _VALUES_AT_ONCE // group.num_rows), path, padding)
 
 
-def _strings_files(name: str, staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Path]:
+def _strings_files(
+    fields: Sequence[str], staged: Sequence[StagedPiece], options: PrepareOptions
+) -> list[Path]:
     """Return the files with the strings of a vocabulary, or an empty list if strings are not
     stored.
     """
-    fields = options.counted[name]
     if not options.adds_strings or options.kind(fields[0]) != "string":
         return []
     return [strings_file(piece.path, field) for piece in staged for field in fields]

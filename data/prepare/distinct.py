@@ -66,6 +66,8 @@ class KeyRange:
     number: int
     low: int | None
     high: int | None
+    entries: tuple[Mapping[str, Any], ...]
+    """The entry of the vocabulary in each group's record, without the sample"""
 
 
 def count_group(
@@ -109,7 +111,8 @@ def ranges_of(name: str, records: Iterable[Mapping[str, Any]]) -> list[KeyRange]
     places = (len(sample) * k // passes for k in range(1, passes)) if sample else ()
     bounds = sorted({sample[place] for place in places})
     limits = zip([None, *bounds], [*bounds, None], strict=True)
-    return [KeyRange(name, number, low, high) for number, (low, high) in enumerate(limits)]
+    known = tuple({k: v for k, v in entry.items() if k != "sample"} for entry in entries)
+    return [KeyRange(name, number, low, high, known) for number, (low, high) in enumerate(limits)]
 
 
 def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[str, Any]:
@@ -122,8 +125,7 @@ def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[st
         return record
     parts: list[pl.DataFrame] = []
     missing = 0
-    for group in groups:
-        entry = require_record(record_of(group), COUNTS_KEYS)["fields"][keys.name]
+    for group, entry in zip(groups, keys.entries, strict=True):
         arrays = _mapped(group, entry)
         if keys.number == 0:  # the checksum of the whole file is verified once, by the first range
             missing += entry["missing"]

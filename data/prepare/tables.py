@@ -77,7 +77,8 @@ def _reading(path: Path) -> Generator[None]:
 
 def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = False) -> Piece:
     """Return piece ``index`` of a file: PIECE_ROWS rows, or fewer in the last piece."""
-    wanted = [name for name in schema.used if name in table_columns(path)]
+    columns = set(table_columns(path))
+    wanted = [name for name in schema.used if name in columns]
     with _reading(path):
         lazy = _scan(path).select(wanted)
         frame = lazy.slice(index * PIECE_ROWS, PIECE_ROWS).collect()

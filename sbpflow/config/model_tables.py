@@ -6,7 +6,7 @@ is used.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -180,8 +180,33 @@ def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind:
     ``kind`` such as "table".
     """
     known = list(names)
+    plain = set(known)
     for pattern in patterns:
+        if pattern in plain and _is_plain(pattern):
+            continue
         if not any(fnmatchcase(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, 3, cutoff=0.5) or known[:5]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there is no {kind}"
             raise ConfigError(f"{key}.{pattern} matches no {kind}; {hint}")
+
+
+def last_matches(patterns: Sequence[str], names: Iterable[str]) -> dict[str, int]:
+    """Return, for each name that a pattern matches, the place of the last such pattern."""
+    # A scheme or a plan can have a pattern per table. Comparing all of them with all names would
+    # take seconds for 1,000 tables, so patterns without special characters are looked up.
+    plain = {pattern: place for place, pattern in enumerate(patterns) if _is_plain(pattern)}
+    others = [(place, p) for place, p in enumerate(patterns) if not _is_plain(p)]
+    places: dict[str, int] = {}
+    for name in names:
+        last = plain.get(name, -1)
+        for place, pattern in others:
+            if place > last and fnmatchcase(name, pattern):
+                last = place
+        if last >= 0:
+            places[name] = last
+    return places
+
+
+def _is_plain(pattern: str) -> bool:
+    """Return True if a pattern has no special characters, so it matches only its own text."""
+    return not any(character in pattern for character in "*?[")

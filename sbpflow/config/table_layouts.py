@@ -5,9 +5,9 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import get_args
+from typing import NoReturn, get_args
 
-from sbpflow.config.model_tables import check_matches
+from sbpflow.config.model_tables import check_matches, last_matches
 from sbpflow.config.parse import brief
 from sbpflow.config.table_rules import (
     DTYPES,
@@ -54,15 +54,17 @@ def _dense_layout(
     legal = " or ".join(["B", *(f"S({dim})" for dim in range(len(shape)))])
     try:
         layout = Layout(world, parse_nd_sbp(text))
+        (sbp,) = layout.nd_sbp
+        if isinstance(sbp, Partial) or (isinstance(sbp, Split) and sbp.dim >= len(shape)):
+            raise ConfigError(
+                f"{key}: {brief(text)} cannot be the layout of parameter {name} {list(shape)}, "
+                f"which supports {legal}"
+            )
         layout.check_user(shape)
     except SbpError as error:
         raise ConfigError(
             f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
         ) from error
-    if isinstance(layout.nd_sbp[0], Partial):
-        raise ConfigError(
-            f"{key}: {text} cannot be the layout of a parameter; {name} supports {legal}"
-        )
     return layout
 
 
@@ -84,9 +86,13 @@ def resolve_table_layouts(
     """
     check_matches("parallel.tables", parallel.tables, tables, "table")
     check_matches(f"parallel.plan {parallel.plan}", planned or {}, tables, "table")
+    rules = _rules(parallel, schemes, planned)
+    last = last_matches([pattern for pattern, _, _ in rules], tables)
+    if missing := [name for name in tables if name not in last]:
+        _raise_unmatched(parallel, missing[0])
     return {
         name: _fit(
-            *_rule_of(parallel, schemes, planned, name),
+            *rules[last[name]][1:],
             name,
             shape,
             device_type,
@@ -98,15 +104,14 @@ def resolve_table_layouts(
     }
 
 
-def _rule_of(
-    parallel: ParallelConfig, schemes: Schemes, planned: Mapping[str, TableRule] | None, name: str
-) -> tuple[str, TableRule]:
-    """Return the key and the rule of the last matching pattern.
-
-    Patterns of ``parallel.tables`` come after those of a plan or scheme.
+def _rules(
+    parallel: ParallelConfig, schemes: Schemes, planned: Mapping[str, TableRule] | None
+) -> list[tuple[str, str, TableRule]]:
+    """Return the pattern, the key, and the rule of every pattern; the last one that matches a table
+    applies. Patterns of ``parallel.tables`` come after those of a plan or scheme.
     """
     plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
-    candidates = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
+    result = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
     if scheme is not None:
         if scheme not in schemes:
             raise ConfigError(
@@ -114,19 +119,19 @@ def _rule_of(
                 f"{', '.join([*schemes, 'auto'])}"
             )
         rules = schemes[scheme].items()
-        candidates += [(pattern, f"parallel.scheme {scheme}", rule) for pattern, rule in rules]
-    candidates += [(p, f"parallel.tables.{p}", rule) for p, rule in parallel.tables.items()]
-    for pattern, key, rule in reversed(candidates):
-        if fnmatchcase(name, pattern):
-            return key, rule
+        result += [(pattern, f"parallel.scheme {scheme}", rule) for pattern, rule in rules]
+    return result + [(p, f"parallel.tables.{p}", rule) for p, rule in parallel.tables.items()]
+
+
+def _raise_unmatched(parallel: ParallelConfig, name: str) -> NoReturn:
     if parallel.plan is not None:
         raise ConfigError(
-            f"{plan_key}: no pattern of the plan matches {name}; add a pattern, or "
-            f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
+            f"parallel.plan {parallel.plan}: no pattern of the plan matches {name}; add a pattern, "
+            f"or parallel.tables: {{{name}: {{sbp: S(0)}}}}"
         )
     raise ConfigError(
-        f"parallel.scheme is {scheme or 'not given'}, and no pattern of parallel.tables matches "
-        f"{name}; set parallel.scheme to one of {', '.join(get_args(Scheme))}, or add "
+        f"parallel.scheme is {parallel.scheme or 'not given'}, and no pattern of parallel.tables "
+        f"matches {name}; set parallel.scheme to one of {', '.join(get_args(Scheme))}, or add "
         f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
     )
 

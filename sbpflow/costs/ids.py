@@ -80,7 +80,7 @@ def curve_of(
         return IdCurve(draws=(1.0,), unique=(1.0,), distinct=0.0)
     count, share = count[valid], share[valid] / share[valid].sum()
     each = share / count
-    unique = [float((count * -np.expm1(-n * each)).sum()) for n in draws]
+    unique = (count * -np.expm1(-np.multiply.outer(np.array(draws), each))).sum(axis=1)
     return IdCurve(
         draws=tuple(draws),
         unique=tuple(np.maximum.accumulate(unique).tolist()),

@@ -1,11 +1,14 @@
 """Tests the layout of each table: schemes, patterns, and combinations that are refused."""
 
+import random
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 
 from sbpflow.config.load import load_config
-from sbpflow.config.table_layouts import resolve_table_layouts
+from sbpflow.config.model_tables import check_matches, last_matches
+from sbpflow.config.table_layouts import resolve_dense_layouts, resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
@@ -66,6 +69,25 @@ def test_the_last_matching_pattern_wins(resolve):
     assert layouts["deep.C3"].key == "parallel.tables.deep.C3"
     swapped = "{scheme: 1, tables: {deep.C3: {sbp: B, ranks: [1]}, deep.*: {sbp: S(0)}}}"
     assert str(resolve(swapped, 2)["deep.C3"]) == "S(0)@[0, 1] reduce"
+
+
+def test_the_last_matches_equal_a_search_and_plain_names_are_not_compared(monkeypatch):
+    names = [f"{output}.C{number}" for output in ("wide", "deep") for number in range(40)]
+    others = ["deep.*", "wide.C1?", "*.C[27]", "[*].C1", "*"]
+    for seed in range(20):
+        patterns = random.Random(seed).sample([*names, "other.C1", *others], 30)
+        expected = {
+            name: max(at for at, pattern in enumerate(patterns) if fnmatchcase(name, pattern))
+            for name in names
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
+        assert last_matches(patterns, names) == expected
+    # A scheme has a pattern for each table; comparing each with each took a minute for 1,000.
+    compared: list[str] = []
+    monkeypatch.setattr("sbpflow.config.model_tables.fnmatchcase", lambda _, p: compared.append(p))
+    assert last_matches(names, names) == {name: place for place, name in enumerate(names)}
+    check_matches("parallel.tables", names, names, "table")
+    assert not compared
 
 
 def test_an_overridden_pattern_becomes_the_last(tmp_path):
@@ -247,3 +269,11 @@ def test_a_scheme_that_the_spec_of_a_model_does_not_have_is_refused():
     schemes = {"1": {"*": TableRule(sbp="S(0)")}}
     with pytest.raises(ConfigError, match=r"no rules for scheme dp; use one of 1, auto$"):
         resolve_table_layouts(ParallelConfig(scheme="dp"), TABLES, schemes, 2)
+
+
+@pytest.mark.parametrize("text", ["S(1)", "P", "P(max)", "S(2)"])
+def test_a_layout_that_no_parameter_of_this_shape_has_is_refused_with_those_it_can_have(text):
+    config = ParallelConfig(dense={"mlp.*": text})
+    message = r"cannot be the layout of parameter mlp\.0\.bias \[8\], which supports B or S\(0\)$"
+    with pytest.raises(ConfigError, match=message):
+        resolve_dense_layouts(config, {"mlp.0.bias": (8,)}, "cpu", 2)

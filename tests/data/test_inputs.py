@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -14,6 +15,7 @@ import pytest
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.schema import CRITEO
+from sbpflow.data.prepare import tables
 from sbpflow.data.prepare.parse import parse_piece
 from sbpflow.data.prepare.tables import table_piece
 from tests.data.rows import (
@@ -150,11 +152,15 @@ def test_labels_of_parquet(tmp_path, label, num_bad):
     assert len(piece.frame) == 3 - num_bad
 
 
-def test_whole_parquet_floats_and_categoricals_are_read(tmp_path):
+def test_whole_parquet_floats_and_categoricals_are_read(tmp_path, monkeypatch):
+    read: list[Path] = []  # the column names of a file are read once, not once per column
+    names = tables.table_columns
+    monkeypatch.setattr(tables, "table_columns", lambda path: (read.append(path), names(path))[1])
     floats = small_parquet(tmp_path, [0, 1], [5.0, float("nan")], ["x", "y"], [7.0, None])
     integers = small_parquet(
         tmp_path, [0, 1], [5, None], pl.Series(["x", "y"], dtype=pl.Categorical), [7, None]
     )
+    assert len(read) == 2
     assert floats.frame.equals(integers.frame)
     assert floats.frame["I1"].to_list() == [5, None]
     broken = small_parquet(tmp_path, [0, 1], [5.5, 1.0], ["x", "y"], [7.0, 7.5])

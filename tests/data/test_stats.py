@@ -1,10 +1,11 @@
 """Tests table statistics against lookups counted by hand."""
 
 import numpy as np
+import pytest
 
 from sbpflow.data.format.manifest import SPLITS, load_manifest, write_manifest
 from sbpflow.data.format.shards import write_shard
-from sbpflow.data.stats import batch_counts, compute_stats
+from sbpflow.data.stats import batch_counts, compute_stats, num_distinct
 
 
 def set_of_ids(folder, ids):
@@ -40,3 +41,8 @@ def test_bins_describe_65536_samples_and_the_last_bin_is_open(tmp_path):
     (stats,) = compute_stats(manifest)
     assert stats.bins_rows[16] == 1
     assert stats.bins_lookups[16] == counts["C1"][-1] > 2**15
+
+
+@pytest.mark.parametrize("ids", [[], [7], [3, 3], [5, 1, 5, 2, 1]])
+def test_distinct_ids_are_counted(ids):
+    assert num_distinct(np.array(ids, dtype=np.int32).reshape(-1, 1)) == len(set(ids))

@@ -1,5 +1,6 @@
 """Tests plans, addresses, initial values, and kernel choice without any ranks."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.exchanges import check_exchange
+from sbpflow.embedding.plan.growth import Eviction, Growth
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
@@ -278,3 +280,38 @@ def test_unique_rows_of_a_rank_without_columns_are_refused(dim, sizes, fix):
     message = rf"only 1 of 2 ranks have columns; use exchange columns, or {fix}$"
     with pytest.raises(ConfigError, match=message):
         check_exchange(table, layout, world)
+
+
+@pytest.mark.parametrize("features", [("f",), ("f", "g"), ("g", "f"), ("h",)])
+@pytest.mark.parametrize("max_rows", [1 << 16, 1 << 17])
+def test_tables_that_share_features_with_a_growing_table_must_grow_like_it(features, max_rows):
+    layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="reduce")
+    tables = tuple(
+        TableConfig(
+            name=name,
+            features=own,
+            num_rows=rows,
+            dim=4,
+            growth=Growth(evict=Eviction(max_rows=rows)),
+        )
+        for name, own, rows in (("t", ("f", "g"), 1 << 16), ("u", features, max_rows))
+    )
+
+    def plan() -> None:
+        plan_embeddings(
+            [OutputConfig(name="o", tables=tables)],
+            {"t": layout, "u": layout},
+            features=[FeatureConfig(name=name) for name in "fgh"],
+            optimizer=sparse_optimizer("sgd", lr=0.1),
+            dtype=torch.float32,
+            world=Placement.line("cpu", 2),
+            backend="gloo",
+            batch_size=8,
+        )
+
+    if features == ("h",) or (features == ("f", "g") and max_rows == 1 << 16):
+        plan()
+    else:
+        shared = re.escape(str(sorted({*features} & {"f", "g"})))
+        with pytest.raises(ConfigError, match=rf"shares features {shared} with growing table"):
+            plan()

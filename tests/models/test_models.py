@@ -13,6 +13,8 @@ import torch
 from sbpflow.config.load import load_config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
+from sbpflow.models.layers import Layers, MlpShape
+from sbpflow.models.plain import PlainFunctions
 from sbpflow.models.registry import MODELS as REGISTERED
 from sbpflow.run.model.spec import Fields, ModelSpec
 from tests.models.twins import BATCH, DIM, FEW, MODELS, STEPS, config_of, named, twin_run
@@ -195,3 +197,21 @@ def test_states_that_do_not_fit_are_refused(tmp_path, overrides, fields, message
     path.write_text("{}")
     with pytest.raises(ConfigError, match=message):
         load_config(path, overrides, models=REGISTERED).model.spec(fields)
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+def test_a_bias_that_batch_norm_cancels_has_no_gradient(norm):
+    # Its gradient would be rounding error, which Adam scales to a full step.
+    shape = MlpShape(name="mlp", inputs=3, hidden=(4, 5), outputs=1, norm=norm)
+    parameters = {n: torch.rand(s.shape, requires_grad=True) for n, s in shape.parameters().items()}
+    layers = Layers(
+        functions=PlainFunctions(),
+        parameters=parameters,
+        buffers={name: torch.ones(spec.shape) for name, spec in shape.buffers().items()},
+        half=None,
+        training=True,
+        seed=1,
+    )
+    layers.mlp(shape, [torch.rand(8, 3)]).square().sum().backward()
+    without = {name for name, parameter in parameters.items() if parameter.grad is None}
+    assert without == ({"mlp.0.bias", "mlp.1.bias"} if norm == "batch" else set())

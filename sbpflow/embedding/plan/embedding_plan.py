@@ -260,8 +260,9 @@ def plan_embeddings(
     if out_of_range != "error":
         _check_substitutes(tables, features, out_of_range)
     ids, ragged = place_ids(tables, features)
+    places = {feature.name: place for place, feature in enumerate(features)}
     facts = GroupingFacts(
-        layouts, features, ragged, ids, optimizer, dtype, world, backend, batch_size
+        layouts, features, ragged, ids, optimizer, dtype, world, backend, batch_size, places
     )
     groups = tuple(group for output in outputs for group in groups_of(output, facts))
     looked_up = [_looked_up_everywhere(groups, rank) for rank in world.ranks]

@@ -48,6 +48,7 @@ class GroupingFacts:
     world: Placement
     backend: str
     batch_size: int
+    places: Mapping[str, int]  # of the features, by name
 
 
 def place_ids(
@@ -120,7 +121,7 @@ _GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 def _group_key(table: TableConfig, output: OutputConfig, facts: GroupingFacts) -> _GroupKey:
     config, size = facts.layouts[table.name], facts.world.size
     lookups = facts.batch_size * sum(
-        feature.hotness for feature in facts.features if feature.name in table.features
+        facts.features[number].hotness for number in {facts.places[n] for n in table.features}
     )
     kind = exchange_for(table, config.layout, config.exchange, lookups, size)
     key = kind.group_key(_member(table, output, facts))
@@ -172,17 +173,18 @@ def _column_split(layout: Layout) -> Hashable:
 
 
 def _uses_of(table: TableConfig, ragged: bool, facts: GroupingFacts) -> list[FeatureLookup]:
-    uses: dict[str, FeatureLookup] = {}
-    for number, feature in enumerate(facts.features):
-        if feature.name not in table.features:
-            continue
-        first, hotness = facts.ids.first[number], feature.hotness
+    uses: list[FeatureLookup] = []
+    for name in table.features:
+        number = facts.places[name]
+        first, hotness = facts.ids.first[number], facts.features[number].hotness
         columns, place = (), None
         if ragged or first is None:
             place = facts.ids.lists.index(number)
         else:
             columns = tuple(range(first, first + hotness))
-        uses[feature.name] = FeatureLookup(
-            table=table, feature=number, columns=columns, place=place, hotness=hotness
+        uses.append(
+            FeatureLookup(
+                table=table, feature=number, columns=columns, place=place, hotness=hotness
+            )
         )
-    return [uses[name] for name in table.features]
+    return uses

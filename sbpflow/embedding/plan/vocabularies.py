@@ -117,15 +117,7 @@ def plan_vocabularies(
         if table.growth is not None:
             _check_table(table, layouts[table.name])
             by_features.setdefault(table.features, []).append(table)
-    for names, growing in by_features.items():
-        for table in tables:
-            other = (table.features, table.growth)
-            if set(names) & set(table.features) and other != (names, growing[0].growth):
-                raise ConfigError(
-                    f"table {table.name} shares features {sorted({*names} & {*table.features})} "
-                    f"with growing table {growing[0].name}, so both must have the same features, "
-                    "in the same order, and the same growth settings"
-                )
+    _check_sharing(tables, by_features)
     numbers = {feature.name: number for number, feature in enumerate(features)}
     result: list[VocabularyPlan] = []
     for names, growing in by_features.items():
@@ -158,6 +150,27 @@ def plan_vocabularies(
             )
         )
     return tuple(result)
+
+
+def _check_sharing(
+    tables: Sequence[TableConfig], by_features: Mapping[tuple[str, ...], Sequence[TableConfig]]
+) -> None:
+    """Raise ConfigError if a table shares only some features, or not the growth settings, with a
+    growing table.
+    """
+    grows: dict[str, list[TableConfig]] = {}
+    for names, growing in by_features.items():
+        for name in names:
+            grows.setdefault(name, []).append(growing[0])
+    for table in tables:
+        for first in (first for name in table.features for first in grows.get(name, ())):
+            if (table.features, table.growth) != (first.features, first.growth):
+                shared = sorted({*first.features} & {*table.features})
+                raise ConfigError(
+                    f"table {table.name} shares features {shared} with growing table "
+                    f"{first.name}, so both must have the same features, in the same order, and "
+                    "the same growth settings"
+                )
 
 
 def _check_table(table: TableConfig, config: TableLayout) -> None:

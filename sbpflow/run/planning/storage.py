@@ -1,11 +1,10 @@
 """Applies ``parallel.storage`` to the tables of a run, and rejects tables that cannot be cached."""
 
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import torch
 
-from sbpflow.config.model_tables import check_matches
+from sbpflow.config.model_tables import check_matches, last_matches
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import DTYPES
 from sbpflow.embedding.cache.slot_layout import RECORD_BYTES
@@ -28,12 +27,9 @@ def with_storage(
     rules = config.parallel.storage
     tables = [table for output in outputs for table in output.tables]
     check_matches("parallel.storage", rules, [table.name for table in tables], "table")
-    chosen = {
-        table.name: pattern
-        for pattern in rules
-        for table in tables
-        if fnmatchcase(table.name, pattern)
-    }
+    patterns = list(rules)
+    last = last_matches(patterns, [table.name for table in tables])
+    chosen = {name: patterns[place] for name, place in last.items()}
     dtype = DTYPES[config.parallel.dtype]
     row_dtype = DTYPES[config.parallel.table_dtype or config.parallel.dtype]
     storages: dict[str, RowStorage] = {}
