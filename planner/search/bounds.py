@@ -1,17 +1,18 @@
 """Computes a lower bound on the predicted time of any plan.
 
-The bound is the best value of the Lagrangian dual in ``dual.py``, improved by branching on keys.
-Without branching, a bound may include only a fraction of a key's cost, such as a third. With
-branching, either no table uses the key, or some table does and the key's whole cost is paid; the
-bound is the smaller of the two.
+The bound is the best value of the Lagrangian dual in ``dual.py``, improved by branching. Without
+branching, a bound may include only a fraction of a key's cost, such as a third. With branching,
+either no table uses the key, or some table does and the key's whole cost is paid; the bound is the
+smaller of the two. Maxima over ranks are split, too: plans whose maximum is below some ms have no
+larger shards and less room on each set of ranks; all others take at least this time.
 """
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from sbpflow.planner.search.dual import Ascent, Dual, Limits, Solution
+from sbpflow.planner.search.dual import Ascent, Dual, Solution
 from sbpflow.planner.search.problem import Problem
 
 CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
@@ -59,21 +60,13 @@ def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:
     branches = min(MOST_BRANCHES, WORK // len(dual.table))
     for number in range(branches):
         ms, _, case = open_cases[0]
-        key = case.key
-        if key is None or ms * (1 + CLOSE) >= plan_ms:
+        if case.halves is None or ms * (1 + CLOSE) >= plan_ms:
             break
         heapq.heappop(open_cases)
-        for place, limits in enumerate(_halves(case.limits, key, case.copies)):
+        for place, limits in enumerate(case.halves):
             half = Ascent(dual, limits, case).run(BRANCH_ROUNDS)
             if half.ms < plan_ms:
                 heapq.heappush(open_cases, (max(half.ms, ms), 2 * number + place + 1, half))
         if not open_cases:
             return plan_ms
     return open_cases[0][0]
-
-
-def _halves(limits: Limits, key: int, copies: float) -> tuple[Limits, Limits]:
-    """Return the limits of plans with fewer than ``copies`` of the key, and of all others."""
-    below, above = limits.most.copy(), limits.least.copy()
-    below[key], above[key] = np.ceil(copies) - 1.0, np.ceil(copies)
-    return replace(limits, most=below), replace(limits, least=above)

@@ -14,6 +14,7 @@ valid for any non-negative multipliers:
   total load of the tables that share one set of ranks. Many tables therefore need several sets, and
   a plan pays for the key once per set. A table that takes more than half of the limit does not
   share its set with another such table.
+* The last column of ``shares`` weights the least value that a maximum may have.
 * A single multiplier on bytes represents the total memory limit of all ranks.
 
 If ranks differ in speed, a maximum over ranks is at least the mean weighted by speed, which is the
@@ -21,7 +22,7 @@ mean load times the harmonic mean of the ranks' factors. A load on an unknown ra
 smallest factor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -36,16 +37,23 @@ MOMENTUM = 0.8
 # When a key is chosen for branching, the distance of its number of copies from the nearest whole
 # number counts as at least this much.
 LEAST_PART = 0.02
+# When a maximum is chosen for branching, this part of its range counts, relative to a key's cost.
+RANGE_PART = 0.25
 KEY_SCALE = 30.0  # step length for keys' costs, relative to the step length for shares
 MEMORY = 0.97  # weight of the earlier rounds in the moving average of a key's copies
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The least and the largest number of copies of each key that a plan may have, [keys]."""
+    """The least and the largest number of copies of each key that a plan may have, [keys], and the
+    least and the largest value of each of its maxima over ranks, [times]. These values do not
+    include keys, ``home``, and the least base load, which all ranks have.
+    """
 
     least: Floats
     most: Floats
+    floor: Floats
+    ceiling: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +61,15 @@ class Solution:
     """A bound in ``ms``, with its multipliers.
 
     ``above`` contains, for each option, the least amount by which plans that use the option exceed
-    the bound. Splitting the plans by the number of copies of ``key``, above or below ``copies``,
-    raises the bound the most; ``key`` is None if no split is promising.
+    the bound. ``halves`` contains the limits of two cases, which together cover all plans within
+    ``limits`` and probably have higher bounds; it is None if no split is promising.
     """
 
     ms: float
     limits: Limits
     multipliers: tuple[Floats, Floats, Floats]  # shares, paid, and crowding
     above: Floats
-    key: int | None
-    copies: float
+    halves: tuple[Limits, Limits] | None
 
 
 class Dual:
@@ -152,7 +159,9 @@ class Dual:
 
     def free(self) -> Limits:
         """Return limits that all plans meet."""
-        return Limits(np.zeros(len(self.key_ms)), np.full(len(self.key_ms), np.inf))
+        size = len(self.key_ms)
+        bounds = np.zeros(size), np.full(size, np.inf), np.zeros(BYTES), np.full(BYTES, np.inf)
+        return Limits(*bounds)
 
     def options(self, above: Floats, most: float) -> tuple[tuple[int, ...], ...]:
         """Return each table's options at most ``most`` above the bound, in ascending order."""
@@ -170,8 +179,9 @@ class Dual:
         mean = self.home + self.spread
         least = self.base_ms + keys + np.minimum.reduceat(mean, self.first, axis=1).sum(axis=1)
         shard = np.minimum.reduceat(self.heaviest, self.first, axis=1).max(axis=1)
-        least = np.maximum(least, everywhere + shard)
-        return self.plan_ms - (least.sum() - least) - everywhere
+        least = np.maximum(least, everywhere + np.maximum(shard, limits.floor))
+        room = self.plan_ms - (least.sum() - least) - everywhere
+        return np.minimum(room, limits.ceiling)
 
 
 class Ascent:
@@ -184,7 +194,7 @@ class Ascent:
         self.required, self.unlimited = limits.least >= 1, np.isinf(limits.most)
         room = dual.rank_room(limits)
         self.impossible = bool((room <= 0).any())
-        room = np.maximum(room, 1e-12)
+        self.room = room = np.maximum(room, 1e-12)
         # relative load that a table adds to each set of ranks with this key
         use = dual.mean[:, dual.rows] / room[:, None] * dual.local[dual.keys]
         self.use = np.concatenate([use, use > 0.5 + 1e-9])
@@ -200,7 +210,7 @@ class Ascent:
         self.impossible |= start is not None and bool(alone.any())
         self.dead = dead
         if start is None:
-            self.shares = np.zeros((BYTES, len(dual.first) + len(dual.key_ms)))
+            self.shares = np.zeros((BYTES, len(dual.first) + len(dual.key_ms) + 1))
             self.paid = dual.key_ms[dual.pair_key] / dual.payers[dual.pair_key]
             self.crowding = np.zeros((2 * BYTES, len(dual.key_ms)))
         else:
@@ -253,21 +263,37 @@ class Ascent:
         # branch on such a key.
         more = self.required & self.unlimited & (dual.local > 0)
         copies = np.maximum(copies, (self.limits.least + LEAST_PART) * more)
-        key = self._branch(copies)
         return Solution(
             ms=np.inf if self.impossible else best,
             limits=self.limits,
             multipliers=kept,
             above=above,
-            key=key,
-            copies=0.0 if key is None else float(copies[key]),
+            halves=self._halves(copies, kept[0]),
         )
 
-    def _branch(self, copies: Floats) -> int | None:
+    def _halves(self, copies: Floats, shares: Floats) -> tuple[Limits, Limits] | None:
+        """Split the plans by the number of copies of a key, or halve the range of a maximum.
+
+        A maximum is worth splitting if the bound depends on heavy shards or sets of ranks
+        (``shares``). In a wide range, the bound may combine the advantages of large shards, which
+        need few sets of ranks, with those of small shards.
+        """
+        limits = self.limits
         part = np.maximum(np.minimum(copies % 1.0, 1.0 - copies % 1.0), LEAST_PART)
-        inside = (copies > self.limits.least + 1e-3) & (copies < self.limits.most)
-        score = np.where(inside, part, 0.0) * self.dual.key_ms
-        return int(score.argmax()) if score.size and score.max() > 1e-6 else None
+        inside = (copies > limits.least + 1e-3) & (copies < limits.most)
+        of_keys = np.where(inside, part, 0.0) * self.dual.key_ms
+        of_times = RANGE_PART * shares[:, :-1].sum(axis=1) * (self.room - limits.floor)
+        if max(of_keys.max(initial=0.0), of_times.max()) <= 1e-6:
+            return None
+        if of_times.max() > of_keys.max(initial=0.0):
+            n = int(of_times.argmax())
+            floor, ceiling = limits.floor.copy(), limits.ceiling.copy()
+            floor[n] = ceiling[n] = 0.5 * (floor[n] + self.room[n])
+            return replace(limits, ceiling=ceiling), replace(limits, floor=floor)
+        n = int(of_keys.argmax())
+        most, least = limits.most.copy(), limits.least.copy()
+        most[n], least[n] = np.ceil(copies[n]) - 1.0, np.ceil(copies[n])
+        return replace(limits, most=most), replace(limits, least=least)
 
     def _priced(self) -> Floats:
         dual = self.dual
@@ -298,6 +324,7 @@ class Ascent:
         unpaid = np.where(self.unlimited, np.maximum(self._left(), 0.0), self._left())
         fixed = float(dual.base_ms.sum() + unpaid @ self._copies())
         uneven = float(self.shares.sum(axis=1) @ dual.uneven_ms)
+        fixed += float(self.shares[:, -1] @ self.limits.floor)
         return float(least.sum()) + fixed - dual.bytes_ms * dual.room - uneven
 
     def _chosen(self, ms: Floats, least: Floats) -> Ints:
@@ -324,7 +351,8 @@ class Ascent:
     ) -> tuple[Floats, Floats, Floats]:
         dual = self.dual
         mean = dual.spread[:, chosen].sum(axis=1) + dual.uneven_ms
-        shares = np.concatenate([dual.heaviest[:, chosen], on_sets], axis=1) - mean[:, None]
+        floor = self.limits.floor[:, None]
+        shares = np.concatenate([dual.heaviest[:, chosen], on_sets, floor], axis=1) - mean[:, None]
         shares = np.where((self.shares <= 0) & (shares < 0), 0.0, shares)
         total = np.bincount(dual.pair_key, need, minlength=len(dual.key_ms)) + load.sum(axis=0)
         free = self.unlimited & ~self.required
