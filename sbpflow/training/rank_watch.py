@@ -22,7 +22,9 @@ from sbpflow.training.metrics import Evaluation
 logger = logging.getLogger(__name__)
 
 _PERSISTS = 3  # Number of consecutive windows in which a rank must be slow before a warning.
-_WINDOW_STEPS = 20  # Minimum length of a window, because single steps vary.
+# Minimum length of a window, because single steps vary, and because other processes, such as an
+# exporter that starts, slow down a rank for a few seconds.
+_WINDOW_STEPS, _WINDOW_MS = 20, 5000.0
 # A rank is slow if its own time exceeds ``_FACTOR`` times the median of the other ranks, and the
 # difference exceeds the share ``_SHARE`` of a step.
 _FACTOR, _SHARE = 1.2, 0.05
@@ -106,7 +108,7 @@ class RankWatch:
         steps, self._last_step = step - self._last_step, step
         previous = self._window if self._window_steps else torch.zeros_like(parts)
         self._window, self._window_steps = previous + steps * parts, self._window_steps + steps
-        if self._window_steps >= _WINDOW_STEPS:
+        if self._window_steps >= _WINDOW_STEPS and self._window[:, 0].max() >= _WINDOW_MS:
             means = self._window / self._window_steps
             self._window_steps = 0
             self._warn(RankTimes(step, self._hosts, *means.T.tolist()))

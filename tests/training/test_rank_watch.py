@@ -38,11 +38,7 @@ def test_the_slow_rank_is_the_one_that_waits_least():
     assert times(1, [9.0, 9.0, 8.7, 9.0]).slow_rank is None
 
 
-def _single_steps(world, intervals):
-    return _warnings(world, intervals, steps=1)
-
-
-def _warnings(world, intervals, steps=20):
+def _warnings(world, intervals, steps=500):
     """Return this rank's messages and transfers. Each interval lists (``step_ms``, ``data_ms``,
     ``wait_ms``) by rank.
     """
@@ -71,7 +67,7 @@ def test_a_persistently_slow_rank_is_reported_once_with_its_host(ranks):
     assert len(messages) == 3
     assert messages[0].startswith(f"rank 1 on {socket.gethostname()} is slow: its own work takes 9")
     assert "(other ranks: 4.0 ms), and other ranks wait up to 6.0 ms for it" in messages[0]
-    assert messages[1] == "step 180: rank 1 is no longer slow"
+    assert messages[1] == "step 4500: rank 1 is no longer slow"
     assert "5.0 ms of its own work is reading data" in messages[2]
     times_gathered = [record for record in records if record.startswith("ranks/")]
     assert len(times_gathered) == 12, "one transfer per interval"
@@ -103,10 +99,12 @@ def _trained(world, folder):
     return [extra["wait_ms"] for extra in kept.extra], collected
 
 
-def test_single_steps_are_too_short_for_a_warning(ranks):
-    slow = [(10, 0, 6), (10, 0, 1)]
-    (messages, _), _ = ranks(2, _single_steps, [slow] * 19)
-    assert messages == []
+@pytest.mark.parametrize(("ms", "steps", "enough"), [(1000, 1, 60), (10, 250, 6)])
+def test_a_warning_needs_three_windows_of_20_steps_and_5_seconds(ranks, ms, steps, enough):
+    slow = [(ms, 0, 0.6 * ms), (ms, 0, 0.1 * ms)]
+    for number in (enough - 1, enough):
+        (messages, _), _ = ranks(2, _warnings, [slow] * number, steps)
+        assert len(messages) == (number == enough)
 
 
 def test_training_measures_waits_and_finds_the_rank_that_others_wait_for(ranks, tmp_path):
