@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 
 MAX_SEED = 2**63 - 1
 MAX_WORKERS = 256
@@ -41,7 +41,8 @@ def by_column(
         raise ConfigError(f"{key} must be {example}, got {text!r}") from error
     names = [name for name, _ in values]
     if unknown := [name for name in names if name not in columns]:
-        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use one of {', '.join(columns)}")
+        known = choices(unknown[0], columns)
+        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use one of {known}")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{key}: {text!r} contains {twice[0]} twice; give each column one value")
     return values

@@ -15,7 +15,7 @@ from itertools import permutations
 from typing import Annotated, Literal
 
 from sbpflow.embedding.plan.tables import OutputConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 from sbpflow.models.layered import Dropout, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model.spec import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
@@ -146,7 +146,7 @@ def _columns(names: Sequence[str], fields: Fields) -> list[IdField]:
         if name not in by_name:
             raise ConfigError(
                 f"model.wide.columns: {name} is not a sparse column of the data; choose from "
-                f"{', '.join(by_name)}"
+                f"{choices(name, by_name)}"
             )
     return [by_name[name] for name in names]
 
@@ -159,7 +159,7 @@ def _hashed_columns(wide: WideConfig, fields: Fields) -> tuple[HashedColumn, ...
         if name not in usable:
             raise ConfigError(
                 f"model.wide.crosses: {name} is not a column with one id per row; choose from "
-                f"{', '.join(usable)}"
+                f"{choices(name, usable)}"
             )
     return tuple(HashedColumn(columns=cross, rows=wide.hash_size) for cross in wide.crosses)
 
@@ -174,8 +174,8 @@ def _prepared_crosses(wide: WideConfig, fields: Fields) -> list[IdField]:
         if unknown := [column for column in cross if column not in sparse]:
             raise ConfigError(
                 f"model.wide.crosses: {'x'.join(cross)}: {unknown[0]} is not a sparse column of "
-                f"the data; choose from {', '.join(sparse)}, or remove the wide part with "
-                "model.wide.crosses: []"
+                f"the data; choose from {choices(unknown[0], sparse)}, or remove the wide part "
+                "with model.wide.crosses: []"
             )
     for cross in missing:
         name = "x".join(cross)

@@ -3,6 +3,8 @@
 A message names the key or row, the given value, the rule, and a value that would pass.
 """
 
+import difflib
+from collections.abc import Collection
 from typing import Never, get_args
 
 
@@ -82,6 +84,19 @@ class PeerLostError(RuntimeError):
 
 class PeerStoppedError(RuntimeError):
     """Another rank received a stop signal, so this rank stops too."""
+
+
+def choices(name: str, known: Collection[str]) -> str:
+    """List ``known`` for a message about the unknown ``name``: all names, or, if there are many,
+    the most similar ones.
+    """
+    if len(known) <= _MOST_CHOICES:
+        return ", ".join(known)
+    near = difflib.get_close_matches(name, known, 5, cutoff=0.0)
+    return f"{', '.join(near)}, and {len(known) - len(near):,} others"
+
+
+_MOST_CHOICES = 50
 
 
 def unknown_value(what: str, value: Never, legal: object) -> ValueError:

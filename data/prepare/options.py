@@ -7,7 +7,7 @@ from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.schema import CRITEO, DenseColumn, Kind, Schema
 from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
 from sbpflow.data.prepare.split import SplitRule
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.serving.cells import NUM_RESERVED_IDS, TRANSFORMS
 
@@ -125,7 +125,7 @@ class PrepareOptions:
             for name in names:
                 if name not in hashable:
                     problem = "has buckets" if name in self.fields else "is not a field"
-                    known = ", ".join(hashable)
+                    known = choices(name, hashable)
                     raise ConfigError(f"{key}: {name!r} {problem}; choose from {known}")
         for name, size in self.hash_sizes:
             if name in self.keys:
@@ -185,7 +185,8 @@ def parse_keys(text: str, fields: tuple[str, ...]) -> tuple[str, ...]:
         return fields
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in fields]:
-        raise ConfigError(f"--keys: {unknown[0]!r} is not a field; choose from {', '.join(fields)}")
+        known = choices(unknown[0], fields)
+        raise ConfigError(f"--keys: {unknown[0]!r} is not a field; choose from {known}")
     return tuple(name for name in fields if name in names)
 
 

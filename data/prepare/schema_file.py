@@ -22,7 +22,7 @@ from sbpflow.data.format.schema import (
     is_wrong_comparison,
 )
 from sbpflow.data.prepare.cells import reads_times
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 from sbpflow.serving.cells import FLOAT32_MAX, TRANSFORMS
 
 _KEYS = (
@@ -352,7 +352,8 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
             )
         if absent := [name for name in pair if name not in sparse]:
             raise ConfigError(
-                f"--crosses: {absent[0]!r} is not a sparse column; use one of {', '.join(sparse)}"
+                f"--crosses: {absent[0]!r} is not a sparse column; use one of "
+                f"{choices(absent[0], sparse)}"
             )
     if len({frozenset(pair) for pair in pairs}) < len(pairs):
         raise ConfigError(

@@ -19,7 +19,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
@@ -144,7 +144,7 @@ def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"train.slices: {name} is not a field with one id per row; valid fields are "
-                f"{', '.join(columns) or 'none'}{hint}"
+                f"{choices(name, columns) or 'none'}{hint}"
             )
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"train.slices: {repeated[0]} is listed twice; list each field once")

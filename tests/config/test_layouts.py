@@ -11,7 +11,7 @@ from sbpflow.config.model_tables import check_matches, last_matches
 from sbpflow.config.table_layouts import resolve_dense_layouts, resolve_table_layouts
 from sbpflow.config.table_rules import ParallelConfig, TableRule, rule_of
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 from sbpflow.models.registry import MODELS
 from sbpflow.run.model.spec import schemes_of
 from sbpflow.sbp.sbp import Broadcast, Split
@@ -277,3 +277,12 @@ def test_a_layout_that_no_parameter_of_this_shape_has_is_refused_with_those_it_c
     message = r"cannot be the layout of parameter mlp\.0\.bias \[8\], which supports B or S\(0\)$"
     with pytest.raises(ConfigError, match=message):
         resolve_dense_layouts(config, {"mlp.0.bias": (8,)}, "cpu", 2)
+
+
+def test_a_message_lists_all_names_or_the_most_similar_of_many():
+    assert choices("x", {"a": 1, "b": 2}) == "a, b"
+    assert choices("", []) == ""
+    text = choices("C12x", [f"C{number}" for number in range(2000)])
+    assert text.startswith("C12, ")
+    assert text.endswith(", and 1,995 others")
+    assert len(text) < 60

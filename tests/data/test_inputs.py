@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.schema import CRITEO
-from sbpflow.data.prepare import tables
+from sbpflow.data.prepare import count, tables
 from sbpflow.data.prepare.parse import parse_piece
 from sbpflow.data.prepare.tables import table_piece
 from tests.data.rows import (
@@ -357,6 +358,22 @@ def test_a_full_disk_gives_one_line_and_no_set(tmp_path, source, command):
     assert f"B is free in {tmp_path}" in result.stderr
     assert ("B at its peak" in result.stderr) == (command[0] == "prepare")
     assert not output.exists()
+
+
+def test_counting_opens_each_piece_once_for_all_fields(tmp_path, monkeypatch):
+    # Polars keeps the columns of a file per scan: 1 GB for 1,000 fields that scanned the same file.
+    opened: Counter[str] = Counter()
+    scan = count.pl.scan_ipc
+
+    def scanned(path, **options):
+        opened[path.name] += 1
+        return scan(path, **options)
+
+    monkeypatch.setattr(count.pl, "scan_ipc", scanned)
+    source = write_rows(tmp_path / "r.tsv", ROWS[:50])
+    assert len(run_prepare(tmp_path / "set", source).fields) == 28
+    assert opened
+    assert max(opened.values()) <= 2  # once to count, and once to encode
 
 
 def test_integers_beyond_24_bits_become_the_nearest_float(tmp_path):

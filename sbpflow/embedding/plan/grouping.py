@@ -15,7 +15,7 @@ from sbpflow.embedding.plan.group_plan import Exchange, GroupPlan, Member
 from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, choices
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
@@ -64,7 +64,7 @@ def place_ids(
             if name not in by_name:
                 raise ConfigError(
                     f"table {table.name}: the data has no feature {name!r}; use one of "
-                    f"{', '.join(by_name)}"
+                    f"{choices(name, by_name)}"
                 )
     ragged = frozenset(
         table.name
