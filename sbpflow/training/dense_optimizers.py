@@ -2,12 +2,15 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from sbpflow.config.schema import Adam, AdamW, DenseAdagrad, DenseOptimizer, DenseSgd, RmsProp
 
@@ -17,13 +20,30 @@ def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
     second of CPU time.
 
     torch decorates these methods for compiled training steps, which sbpflow does not have. It also
-    wraps ``step`` for hooks and profiles, unless the method is marked as ``hooked``.
+    wraps ``step`` for hooks and profiles, unless the method is marked as ``hooked``. Here, only
+    optimizers with hooks of their own get this wrapper, because it takes longer than small updates.
     """
     names = ("add_param_group", "zero_grad", "step")
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
     step = torch.no_grad()(methods["step"])
     step.hooked = True
+    for name in ("register_step_pre_hook", "register_step_post_hook"):
+        methods[name] = _wrapping(getattr(kind, name))
     return type(kind.__name__, (kind,), methods | {"step": step})
+
+
+def _wrapping(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+    """Return a method that wraps the optimizer's ``step``, so that it calls hooks, and then calls
+    ``register``.
+    """
+
+    @wraps(register)
+    def registered(self: Optimizer, hook: Callable[..., Any]) -> RemovableHandle:
+        if "step" not in vars(self):
+            self.step = MethodType(Optimizer.profile_hook_step(type(self).step), self)
+        return register(self, hook)
+
+    return registered
 
 
 _CLASSES: dict[type[DenseOptimizer], Any] = {
