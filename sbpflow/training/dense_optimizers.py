@@ -16,14 +16,11 @@ def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
     """Return a subclass of an optimizer class that does not import torch's compiler, which takes a
     second of CPU time.
 
-    torch decorates these methods for compiled training steps, which sbpflow does not have. It also
-    wraps ``step`` for hooks and profiles, unless the method is marked as ``hooked``.
+    torch decorates these methods for compiled training steps, which sbpflow does not have.
     """
     names = ("add_param_group", "zero_grad", "step")
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
-    step = torch.no_grad()(methods["step"])
-    step.hooked = True
-    return type(kind.__name__, (kind,), methods | {"step": step})
+    return type(kind.__name__, (kind,), methods | {"step": torch.no_grad()(methods["step"])})
 
 
 _CLASSES: dict[type[DenseOptimizer], Any] = {

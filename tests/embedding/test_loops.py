@@ -2,12 +2,14 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from sbpflow.embedding.ids import addresses, reader
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import Bags
+from sbpflow.embedding.ids.list_loops import find_loops
 from sbpflow.embedding.ids.reader import IdReader
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
@@ -118,6 +120,23 @@ def test_compiled_addresses_of_a_matrix_equal_torch(monkeypatch, size, pooling):
         slow = without_loops(monkeypatch, local)
         for options in ({"pooled": False}, {"pooled": True}, {"pooled": False, "absent": 99}):
             equal(local().make_lookup(ids, **options), slow.make_lookup(ids, **options))
+
+
+@pytest.mark.parametrize("columns", [0, 1, 7, 256, 257])
+def test_loops_over_a_matrix_take_any_number_of_columns(columns):
+    loops, rng = find_loops(CPU, compiled=True), np.random.default_rng(columns)
+    assert loops is not None
+    ids = rng.integers(0, 100, (300, columns))
+    shift, firsts = rng.integers(0, 9, columns), np.full((1, columns), 50)
+    steps, out = rng.integers(0, 9, (1, columns)), np.empty_like(ids)
+    loops.matrix_addresses(ids, shift, firsts, steps, out)
+    assert np.array_equal(out, ids + shift + np.where(ids >= firsts, steps, 0))
+    last = np.arange(100, 100 + columns)
+    assert loops.are_in_range(ids, last)
+    if columns:
+        for bad in (-(2**63), -1, 100 + columns, 2**63 - 1):
+            ids[-1, -1] = bad
+            assert not loops.are_in_range(ids, last)
 
 
 @pytest.mark.parametrize("column", [0, -1])

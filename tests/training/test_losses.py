@@ -246,6 +246,13 @@ def test_dense_optimizers_are_those_of_torch(config, plain, states):
             value.grad = torch.tensor([1.0, -0.5, step])
             optimizer.step()
     assert torch.equal(one, other)
+    calls: list[str] = []
+    for optimizer in (mine, theirs):
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after")).remove()
+        optimizer.step()
+    assert torch.equal(one, other)
+    assert calls == ["before", "before"]
     kept = [value for value in mine.state[one].values() if value.shape == one.shape]
     assert len(kept) == state_per_element(config) == states
     with pytest.raises(

@@ -221,8 +221,8 @@ class OwnerAddresses:
     """Converts the ids of a stack's uses to addresses that are unique over all ranks.
 
     Addresses are in the order of the owning ``ranks``. Rank ``ranks[n]`` owns the addresses after
-    ``lasts[n - 1]`` up to ``lasts[n]``, and receives them relative to ``bases[n]``. The addresses
-    of a rank are consecutive, in the order of its store. ``num_addresses`` is the total number.
+    ``lasts[n - 1]`` up to ``lasts[n]``; an address minus ``bases[n]`` is a row number of its store.
+    ``num_addresses`` is the total number.
     """
 
     def __init__(

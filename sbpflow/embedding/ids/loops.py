@@ -114,7 +114,7 @@ def are_in_range(ids: Array, last: Array) -> bool:
     """Return True if every id in ``ids`` [samples, columns] is from 0 to ``last[column]``."""
     flat, lasts = ids.reshape(-1), _repeated(last.reshape(1, -1))[0]
     signs = np.int64(0)
-    for start in range(0, flat.size, lasts.size):
+    for start in range(0, flat.size, max(lasts.size, 1)):
         block = flat[start : start + lasts.size]
         for k in range(block.size):
             value = np.int64(block[k])
@@ -124,8 +124,8 @@ def are_in_range(ids: Array, last: Array) -> bool:
 
 @compiled
 def _repeated(table: Array) -> Array:
-    """Return ``table`` [rows, columns] with its columns repeated, at most ``_BLOCK`` in all unless
-    there are more.
+    """Return ``table`` [rows, columns] with its columns repeated as often as fits into ``_BLOCK``
+    columns, but at least once.
 
     LLVM vectorizes a loop over these columns, but not one over the columns of a usual batch.
     """
@@ -146,7 +146,7 @@ def matrix_addresses(ids: Array, shift: Array, firsts: Array, steps: Array, out:
     """
     flat, flat_out, shifts = ids.reshape(-1), out.reshape(-1), _repeated(shift.reshape(1, -1))[0]
     bounds, changes = _repeated(firsts), _repeated(steps)
-    for start in range(0, flat.size, shifts.size):
+    for start in range(0, flat.size, max(shifts.size, 1)):
         block, total = flat[start : start + shifts.size], flat_out[start : start + shifts.size]
         for k in range(block.size):
             total[k] = block[k] + shifts[k]
