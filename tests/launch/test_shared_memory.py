@@ -94,17 +94,20 @@ def test_memory_of_messages_is_reused(sharing):
 
 
 def send_much(world: World) -> bool:
-    """Both ranks send 200 MB before either receives."""
-    link = world.link([0, 1], "much")
+    """Both ranks send 200 MB before either receives, half of it with two threads."""
+    link, threads = world.link([0, 1], "much"), torch.get_num_threads()
     sent = torch.full((1_000_000,), float(world.rank))
     waiting = []
-    for _ in range(50):
+    for number in range(50):
+        torch.set_num_threads(1 + number % 2)
         target = torch.empty_like(sent)
         peer = 1 - world.rank
         waiting.append((pairs.pass_messages({peer: sent}, {peer: target}, link), target))
-    for messages, target in waiting:
+    for number, (messages, target) in enumerate(waiting):
+        torch.set_num_threads(1 + number % 2)
         messages.wait()
         assert bool((target == peer).all())
+    torch.set_num_threads(threads)
     return True
 
 

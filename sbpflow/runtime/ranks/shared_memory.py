@@ -52,6 +52,8 @@ MOST_BYTES = 1 << 28  # Maximum message size; longer messages use the process gr
 # Maximum size of all messages of a rank in an all-gather, and of the values of an all-reduce. Each
 # receiver gets its own copy, and the sender keeps the memory for later messages.
 MOST_GATHERED = 1 << 26
+# With two threads, torch copies 4 MB in 68 instead of 88 us, but 0.9 MB in the same time (Zen 4).
+_LEAST_SPLIT = 1 << 21
 _CHECK_S = 0.02  # Time between checks for signals and dead peers.
 _IDS = struct.Struct("3i")  # Process, user, and group of a socket's peer.
 
@@ -133,7 +135,10 @@ class SharedChannel:
         count = message.nbytes
 
         def copy(memory: Tensor, offset: int) -> None:
-            copy_bytes(memory.data_ptr() + offset, message.data_ptr(), count)
+            if _use_several_threads(count):
+                memory[offset : offset + count].copy_(_bytes_of(message))
+            else:
+                copy_bytes(memory.data_ptr() + offset, message.data_ptr(), count)
 
         self.write(peer, count, copy)
 
@@ -142,7 +147,10 @@ class SharedChannel:
         count, copy_bytes = target.nbytes, self._shared.loops.copy_bytes
 
         def copy(memory: Tensor, offset: int) -> None:
-            copy_bytes(target.data_ptr(), memory.data_ptr() + offset, count)
+            if _use_several_threads(count):
+                _bytes_of(target).copy_(memory[offset : offset + count])
+            else:
+                copy_bytes(target.data_ptr(), memory.data_ptr() + offset, count)
 
         return self.read(peer, count, copy)
 
@@ -153,6 +161,20 @@ class SharedChannel:
     def read(self, peer: int, count: int, copy: Copy) -> Arriving:
         """Receive a message of ``count`` bytes, which ``copy`` reads from its memory."""
         return self._receiving[peer].next_message(count, copy, self._shared)
+
+
+def _use_several_threads(count: int) -> bool:
+    """Return whether torch copies a message of ``count`` bytes, with several threads, faster than
+    the compiled copy.
+    """
+    return count >= _LEAST_SPLIT and torch.get_num_threads() > 1
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's bytes; strides of 0 are allowed for tensors of at most one
+    element.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def share_memory(
