@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Collection
 from typing import Never, get_args
 
+_MOST_CHOICES = 50  # Messages list at most this many names in full.
+
 
 class _OneLineError(ValueError):
     """An error with a one-line message, followed by one line for each of its ``details``.
@@ -94,9 +96,6 @@ def choices(name: str, known: Collection[str]) -> str:
         return ", ".join(known)
     near = difflib.get_close_matches(name, known, 5, cutoff=0.0)
     return f"{', '.join(near)}, and {len(known) - len(near):,} others"
-
-
-_MOST_CHOICES = 50
 
 
 def unknown_value(what: str, value: Never, legal: object) -> ValueError:
